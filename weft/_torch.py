@@ -1,0 +1,90 @@
+"""The one module that touches PyTorch's private API; everything else imports from here.
+
+Each name says what it stands for and why no public one serves. When a PyTorch release moves something, this file is
+where it is mended.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "all_gather",
+    "fake_mode",
+    "make_fx",
+    "mark_stepped",
+    "parameter_hooks",
+    "plain_tensor_access",
+    "pytree",
+    "reduce_scatter",
+    "storage_key",
+]
+
+OLDEST, NEWEST = (2, 11), (2, 13)
+
+
+def check_version() -> None:
+    """Raise ImportError unless the installed PyTorch is one that weft is tested with."""
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if not OLDEST <= found <= NEWEST:
+        raise ImportError(
+            f"weft works with PyTorch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, and found "
+            f"{torch.__version__}. Install one of these, for instance: pip install torch==2.13.0"
+        )
+
+
+def fake_mode() -> FakeTensorMode:
+    """Fake tensors that accept real ones beside them: constants a model keeps in plain attributes.
+
+    The cache of fake results is shared by all modes and loses that two outputs of an op are one tensor (an LSTM's bias
+    gradients), so that a second trace would differ from the first: start from an empty one.
+    """
+    FakeTensorMode.cache_clear()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# Inside this context an op on a Parameter subclass does not go through __torch_function__.
+plain_tensor_access = torch._C.DisableTorchFunctionSubclass
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """An identity of the tensor's storage, the same for all its views (fake tensors have no data pointer)."""
+    return tensor.untyped_storage()._cdata
+
+
+def parameter_hooks(parameter: torch.Tensor) -> bool:
+    """Whether hooks on the parameter's gradient are registered."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell LR schedulers that the optimizer has stepped: they warn about the order of calls otherwise."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+# PyTorch 2.13 renamed the flat collectives and warns about the old names; 2.11 knows only those.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start an all-gather of equal slices into one flat tensor."""
+    return _all_gather(output, shard, group=group, async_op=True)
+
+
+def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start a summing reduce-scatter of one flat tensor into equal slices."""
+    return _reduce_scatter(shard, full, group=group, async_op=True)

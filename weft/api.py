@@ -1,0 +1,783 @@
+"""`weft.compile` and the `Step` that it returns."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft._torch import mark_stepped, parameter_hooks, plain_tensor_access, storage_key
+from weft.errors import ShardedError
+from weft.graph import StepGraph, Variant
+from weft.options import Options, Precision, budget_bytes, check_options
+from weft.passes.pipeline import build_program
+from weft.passes.shard import gather_order
+from weft.report.plan import Plan, human_bytes
+from weft.run.collectives import Local, connect
+from weft.run.executor import Executor, Program
+from weft.state import checkpoint
+from weft.state.budget import ModeCost, choose_mode, mode_costs
+from weft.state.layout import Layout, ParameterInfo, make_layout
+from weft.state.optimizer import Probe, group_options, probe
+from weft.state.parameters import manage, placeholder, unguarded
+from weft.state.shards import BucketState, flatten
+from weft.trace.capture import Loss, ParameterSpec, Trace, capture, default_loss
+from weft.trace.randomness import device_generator
+from weft.trace.signature import BatchSpec, signature, split_batch, tensor_key
+
+SIGNATURES_KEPT = 64
+
+
+def compile(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss | None = None,
+    *,
+    mode: str = "auto",
+    memory: int | float | str | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: Precision | None = None,
+    fuse: str = "auto",
+    offload: str = "auto",
+    passes: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    cache_dir: str | None = None,
+    mesh: Any = None,
+    timeout: float | timedelta = 600.0,
+) -> Step:
+    """Compile a training step: `step(batch)` runs forward, backward, reduction and update on all ranks.
+
+    Args:
+        model: any module; it is not changed, but its parameters become views of flat buckets.
+        optimizer: a `torch.optim` optimizer over the model's parameters; groups and LR schedulers work as always.
+        loss: `(model, batch) -> scalar` or `-> (scalar, extras)`; None means `model(**batch).loss` or `model(*batch)`.
+        mode: "replicate" (DDP), "zero1", "zero2", "zero3", or "auto": the fastest whose state fits in `memory`.
+        memory: budget of a rank: bytes, a string like "14GiB", a fraction of the device; None means 0.9 of it.
+        accumulate: micro-batches a step; the batch is then a sequence of that many.
+        clip_norm: the global gradient norm to clip to, exact across ranks.
+        precision: dtypes of compute, reduction and master values.
+        fuse, offload, cache_dir: not built yet; "auto" and None are accepted, anything else is refused.
+        passes: passes switched off or configured by name, for instance {"prefetch": False}.
+        seed: of dropout; None derives it from `torch.initial_seed()`. Rank r draws as after `manual_seed(seed + r)`.
+        mesh: a one-dimensional `DeviceMesh`; None means all ranks.
+        timeout: seconds after which a wait on another rank becomes an error.
+    """
+    options = check_options(
+        mode=mode,
+        memory=memory,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        precision=precision,
+        fuse=fuse,
+        offload=offload,
+        passes=passes,
+        seed=seed,
+        cache_dir=cache_dir,
+        mesh=mesh,
+        timeout=timeout,
+    )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; weft.compile takes a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; weft.compile takes a torch.optim.Optimizer")
+    return Step(model, optimizer, loss or default_loss, options)
+
+
+@dataclass
+class _Entry:
+    """What is kept of a signature: its trace, and the programs made of it so far."""
+
+    trace: Trace
+    programs: dict[str, Program] = field(default_factory=dict)
+
+
+class Step:
+    """A compiled training step. Call it with a batch; it returns this rank's loss (and the loss function's extras)."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, options: Options) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._loss, self._options = loss, options
+        self._names = [name for name, _ in model.named_parameters()]
+        self._parameters = [parameter for _, parameter in model.named_parameters()]
+        self._device = _check_model(model)
+        self._group_of = _check_optimizer(model, optimizer)
+        self._trained = [
+            index in self._group_of and parameter.requires_grad for index, parameter in enumerate(self._parameters)
+        ]
+        if not any(self._trained):
+            raise ValueError("the optimizer holds no parameter that requires grad: there is nothing to train")
+        self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
+        self._modules = list(model.modules())
+        self._buffer_slots = _buffer_slots(model)
+        self._probe: Probe = probe(optimizer, self._device)
+        self._collectives: Local = connect(self._device, options.mesh, options.timeout)
+        atexit.register(self._close)
+        self._infos = self._parameter_infos()
+        self._mode, self._why = self._choose_mode()
+        self._specs = [
+            ParameterSpec(info.name, info.shape, info.stride, info.dtype, trained)
+            for info, trained in zip(self._infos, self._trained, strict=True)
+        ]
+        seed = torch.initial_seed() if options.seed is None else options.seed
+        self._random_state = _seeded_state(self._device, seed + self._collectives.rank)
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._layout: Layout | None = None
+        self._executor: Executor | None = None
+        self._expected_pointers: list[int] = []
+        self._guarded = False
+        self._inside_gathered = False
+        self._failed: str | None = None
+        self._plan_of: list[_Entry] = []
+        optimizer.register_state_dict_pre_hook(self._before_optimizer_state_dict)
+        optimizer.register_load_state_dict_post_hook(self._after_optimizer_load)
+
+    # ---- what a user calls ----
+
+    def __call__(self, batch: Any) -> Any:
+        """Forward, backward, reduction and update; returns this rank's loss, averaged over micro-batches."""
+        self._check_usable()
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step(batch) was called under torch.no_grad(); use step.evaluate(batch) to get a loss only")
+        micro_batches = self._micro_batches(batch)
+        entries = [self._entry(micro_batch, training=True) for micro_batch in micro_batches]
+        executor = self._materialised(entries[0][0])
+        programs = [self._program(entry, self._variant(i)) for i, (entry, _) in enumerate(entries)]
+        self._plan_of = [entry for entry, _ in entries]
+        self._check_parameters_in_place()
+        reached = [any(flags) for flags in zip(*(entry.trace.reached for entry, _ in entries), strict=True)]
+
+        def run() -> list[tuple[Any, ...]]:
+            executor.begin_step(reached)
+            runs = zip(programs, entries, strict=True)
+            return [executor(program, self._inputs(entry, tensors)) for program, (entry, tensors) in runs]
+
+        try:
+            outputs = run()
+            if executor.whole_update_due:
+                self._update_whole(executor, run, outputs)
+            executor.end_step()
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            raise
+        mark_stepped(self.optimizer)
+        losses = [output[0] for output in outputs]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        extras = [self._extras(entry.trace, output) for (entry, _), output in zip(entries, outputs, strict=True)]
+        if all(extra is None for extra in extras):
+            return loss
+        return loss, extras[0] if self._options.accumulate == 1 else extras
+
+    def evaluate(self, batch: Any) -> Any:
+        """The loss (and extras) of one batch in eval mode; nothing is updated. In zero3 all ranks must call it."""
+        self._check_usable()
+        flags = [module.training for module in self._modules]
+        self._ensure_layout(batch)
+        self.model.eval()
+        try:
+            entry, tensors = self._entry(batch, training=False)
+            executor = self._materialised(entry)
+            program = self._program(entry, "evaluate")
+            kept = executor.random_state
+            output = executor(program, self._inputs(entry, tensors))
+            executor.random_state = kept  # an evaluation in between leaves the training's draws as they were
+        finally:
+            for module, flag in zip(self._modules, flags, strict=True):
+                module.training = flag
+        extras = self._extras(entry.trace, output)
+        return output[0] if extras is None else (output[0], extras)
+
+    def prepare(self, batch: Any) -> Plan:
+        """Plan for a batch without running anything on it."""
+        self._check_usable()
+        entries = [self._entry(micro_batch, training=True)[0] for micro_batch in self._micro_batches(batch)]
+        self._plan_of = entries
+        for index, entry in enumerate(entries):
+            self._program(entry, self._variant(index))
+        return self.plan
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last signature seen: `.explain()`, `.code()`."""
+        if self._layout is None or not self._plan_of:
+            raise RuntimeError("there is no plan yet: call step(batch), or step.prepare(batch) to plan without running")
+        programs: dict[str, StepGraph] = {}
+        for index, entry in enumerate(self._plan_of):
+            programs.setdefault(self._variant(index), self._program(entry, self._variant(index)).step)
+        arena = max(self._program(e, self._variant(i)).placement.nbytes for i, e in enumerate(self._plan_of))
+        states = self._executor.states if self._executor else []
+        kept = sum(state.nbytes() for state in states)
+        return Plan(self._mode, self._layout, programs, tuple(self._why), kept, arena)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The last step's global gradient norm before clipping; None without `clip_norm` (use inf to measure only)."""
+        if self._executor is None or self._options.clip_norm is None or self._executor.grad_norm is None:
+            return None
+        return float(self._executor.grad_norm)
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight: afterwards parameters hold their new values everywhere."""
+        if self._executor is not None:
+            self._executor.drain()
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The whole model on every rank, to read and write; what was written goes back to the masters at the end.
+
+        All ranks must enter, and write the same values.
+        """
+        self._check_usable()
+        executor = self._executor
+        if executor is None:
+            yield self.model
+            return
+        self.drain()
+        if not self._guarded or self._inside_gathered:
+            yield self.model
+            return
+        wholes: dict[int, torch.Tensor] = {}
+        for state in executor.states:
+            whole = self._gather_master(state)
+            wholes[state.bucket.index] = whole
+            for slot in state.bucket.slots:
+                manage(self._parameters[slot.parameter], slot.name, slot.view(whole), None)
+        self._inside_gathered = True
+        try:
+            yield self.model
+        finally:
+            self._inside_gathered = False
+            for state in executor.states:
+                whole = wholes.pop(state.bucket.index)
+                state.write_back(whole)
+                self._guard(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole training state on every rank, on the CPU: model, optimizer, this rank's random state."""
+        self._check_usable()
+        with self.gathered():
+            model = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        executor = self._executor
+        random_state = self._random_state if executor is None else executor.random_state
+        return {
+            "model": model,
+            "optimizer": {
+                "state": checkpoint.optimizer_state(self._optimizer_states(), self._names, self._collectives),
+                "groups": [
+                    {**group_options(group), "params": [self._name_of(p) for p in group["params"]]}
+                    for group in self.optimizer.param_groups
+                ],
+            },
+            "random": random_state.clone(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict()` returned, in this or another mode or world size. All ranks must call it."""
+        self._check_usable()
+        checkpoint.check(state, self._names, self.optimizer)
+        with self.gathered():
+            self.model.load_state_dict(state["model"])
+        for group, saved in zip(self.optimizer.param_groups, state["optimizer"]["groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        by_index = {self._names.index(name): value for name, value in state["optimizer"]["state"].items()}
+        self._import_optimizer(by_index)
+        self._set_random_state(state["random"].clone())
+
+    # ---- planning ----
+
+    def _parameter_infos(self) -> list[ParameterInfo]:
+        precision = self._options.precision
+        infos = []
+        for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
+            floating = parameter.is_floating_point()
+            compute = (precision.compute if floating else None) or parameter.dtype
+            infos.append(
+                ParameterInfo(
+                    index=index,
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    stride=_dense_stride(parameter),
+                    numel=parameter.numel(),
+                    dtype=parameter.dtype,
+                    group=self._group_of[index] if self._trained[index] else None,
+                    compute=compute,
+                    reduce=(precision.reduce if floating else None) or compute,
+                    master=(precision.master if floating else None) or parameter.dtype,
+                )
+            )
+        return infos
+
+    def _choose_mode(self) -> tuple[str, list[str]]:
+        options, world = self._options, self._collectives.world
+        why: list[str] = []
+        if not self._probe.elementwise:
+            name = type(self.optimizer).__name__
+            if options.mode not in ("auto", "replicate"):
+                raise ValueError(
+                    f"mode={options.mode!r} with {name}: it needs whole tensors ({self._probe.why_not}), and this mode "
+                    "gives it slices. Use mode='replicate', or an elementwise optimizer such as AdamW or SGD"
+                )
+            if any(info.master != info.dtype for info in self._infos):
+                raise ValueError(f"precision with a master dtype of its own needs an elementwise optimizer, not {name}")
+            return "replicate", [f"replicate: {name} needs whole tensors"]
+        costs = mode_costs(
+            self._infos,
+            world=world,
+            accumulate=options.accumulate,
+            bucket_bytes=options.bucket_bytes(self._device),
+            state_elements=self._probe.state_elements,
+        )
+        if options.mode != "auto":
+            cost = next(cost for cost in costs if cost.mode == options.mode)
+            return options.mode, ["as asked for", _describe_cost(cost)]
+        budget = budget_bytes(options.memory, self._device)
+        if world == 1:
+            chosen = costs[0]
+            why.append("one rank: there is nothing to shard")
+        else:
+            chosen = choose_mode(costs, budget)
+            why.append(f"the fastest whose state fits in {human_bytes(budget)} a rank:")
+            why += [f"{'->' if cost is chosen else '  '} {_describe_cost(cost)}" for cost in costs]
+        return chosen.mode, why
+
+    def _entry(self, batch: Any, training: bool) -> tuple[_Entry, list[torch.Tensor]]:
+        """The trace for a batch, made on first sight, and the batch's tensors."""
+        tensors, spec = split_batch(batch)
+        self._check_requires_grad()
+        key = (
+            signature(tensors, spec, self._modules, self._device, training),
+            tuple(tensor_key(buffer) for buffer in self._buffers()),
+        )
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = _Entry(self._capture(tensors, spec, training))
+            if self._layout is None and training:
+                self._layout = self._make_layout(entry.trace)
+            self._entries[key] = entry
+            if len(self._entries) > SIGNATURES_KEPT:
+                self._entries.popitem(last=False)
+        else:
+            self._entries.move_to_end(key)
+        return entry, tensors
+
+    def _capture(self, tensors: Sequence[torch.Tensor], spec: BatchSpec, training: bool) -> Trace:
+        with unguarded(self._parameters), torch.inference_mode(False):
+            return capture(
+                self.model,
+                self._loss,
+                tensors,
+                spec,
+                self._specs,
+                device=self._device,
+                backward=training,
+                compute_dtype=self._options.precision.compute,
+            )
+
+    def _ensure_layout(self, batch: Any) -> None:
+        """An evaluation may come first; the layout is made from a training step all the same."""
+        if self._layout is None:
+            self._entry(batch, training=True)
+
+    def _make_layout(self, trace: Trace) -> Layout:
+        """Rank 0's layout, on every rank."""
+        layout = make_layout(
+            self._infos,
+            trace,
+            mode=self._mode,
+            world=self._collectives.world,
+            bucket_bytes=self._options.bucket_bytes(self._device),
+        )
+        layout = layout.with_gather_order(gather_order(trace, layout))
+        mine = (self._fingerprint(), layout.decisions())
+        answers = self._collectives.gather_objects(mine)
+        for rank, (fingerprint, _) in enumerate(answers):
+            for ours, theirs in zip(answers[0][0], fingerprint, strict=False):
+                if ours != theirs:
+                    raise ValueError(
+                        f"ranks 0 and {rank} compile different steps: {ours} on rank 0, {theirs} on rank {rank}. "
+                        "All ranks must build the same model, optimizer and options"
+                    )
+            if len(fingerprint) != len(answers[0][0]):
+                raise ValueError(f"ranks 0 and {rank} compile models with different numbers of parameters")
+        return layout.from_decisions(self._infos, answers[0][1])
+
+    def _fingerprint(self) -> list[str]:
+        options = self._options
+        lines = [
+            f"mode {self._mode}, accumulate {options.accumulate}, clip_norm {options.clip_norm}, "
+            f"optimizer {type(self.optimizer).__name__}"
+        ]
+        for info in self._infos:
+            lines.append(
+                f"{info.name} {list(info.shape)} {info.dtype} group {info.group} "
+                f"compute {info.compute} reduce {info.reduce} master {info.master}"
+            )
+        if len(lines) > 2000:  # large models: one line is enough to see a difference
+            return [lines[0], hashlib.sha256("\n".join(lines).encode()).hexdigest()]
+        return lines
+
+    def _variant(self, index: int) -> Variant:
+        count = self._options.accumulate
+        if count == 1:
+            return "only"
+        return "first" if index == 0 else "last" if index == count - 1 else "middle"
+
+    def _program(self, entry: _Entry, variant: Variant) -> Program:
+        if variant not in entry.programs:
+            assert self._layout is not None
+            step = build_program(
+                entry.trace, self._layout, self._options, variant, whole_update=not self._probe.elementwise
+            )
+            entry.programs[variant] = Program(step, receives=self._collectives.receives)
+        return entry.programs[variant]
+
+    # ---- state ----
+
+    def _materialised(self, entry: _Entry) -> Executor:
+        """Move parameters into buckets, at the first call that runs something: rank 0's values, on every rank."""
+        if self._executor is not None:
+            return self._executor
+        assert self._layout is not None
+        layout, collectives = self._layout, self._collectives
+        values: list[torch.Tensor] = [parameter.detach() for parameter in self._parameters]
+        initial = self._take_optimizer_state()
+        states: list[BucketState] = []
+        elementwise = self.optimizer if self._probe.elementwise else None
+        self._guarded = any(
+            bucket.sharded or bucket.compute != bucket.master or bucket.master != self._infos[slot.parameter].dtype
+            for bucket in layout.buckets
+            for slot in bucket.slots
+        )
+        for bucket in layout.buckets:
+            flat = flatten(bucket, values)
+            collectives.broadcast(flat, f"the first values of {bucket.describe()}")
+            state = BucketState(bucket, collectives.rank, flat, elementwise)
+            del flat
+            for slot in bucket.slots:
+                values[slot.parameter] = torch.empty(0)
+            states.append(state)
+            self._guard(state)
+            if state.optimizer is not None and initial:
+                state.optimizer.import_state(initial)
+        for index, value in enumerate(values):
+            if index not in layout.slot_of:
+                collectives.broadcast(value.contiguous() if not value.is_contiguous() else value, self._names[index])
+        for name, buffer in zip(self._buffer_names(), self._buffers(), strict=True):
+            collectives.broadcast(buffer, f"the first values of the buffer {name}")
+        self._executor = Executor(
+            layout,
+            states,
+            collectives,
+            device=self._device,
+            groups=lambda index: self.optimizer.param_groups[index],
+            accumulate=self._options.accumulate,
+            clip_norm=self._options.clip_norm,
+            parameter_count=len(self._parameters),
+            buffers=self._buffers,
+            random_state=self._random_state,
+        )
+        self._remember_pointers()
+        return self._executor
+
+    def _guard(self, state: BucketState) -> None:
+        """Point a bucket's parameters at what this rank holds of them."""
+        bucket = state.bucket
+        for position, slot in enumerate(bucket.slots):
+            parameter = self._parameters[slot.parameter]
+            if self._guarded:
+                dtype = self._infos[slot.parameter].dtype
+                data = placeholder(slot.shape, dtype, self._device)
+                manage(parameter, slot.name, data, self._refuse_sharded)
+            else:
+                in_flight = bucket.scatter and self._collectives.world > 1
+                guard = (lambda _name: self.drain()) if in_flight else None
+                manage(parameter, slot.name, state.views[position], guard)
+
+    def _refuse_sharded(self, name: str) -> None:
+        raise ShardedError(
+            f"{name} is used outside step.gathered(), and this rank does not hold its values there "
+            f"(mode {self._mode!r}). Write `with step.gathered() as model:` around the use, on all ranks; for a loss use "
+            "step.evaluate(batch), for a checkpoint step.state_dict()"
+        )
+
+    def _gather_master(self, state: BucketState) -> torch.Tensor:
+        bucket = state.bucket
+        if not bucket.scatter:
+            return state.master.clone()
+        whole = torch.empty(bucket.numel, dtype=bucket.master, device=self._device)
+        pending = self._collectives.gather(whole, state.master.contiguous())
+        self._collectives.wait(pending, f"the masters of {bucket.describe()}")
+        return whole
+
+    def _remember_pointers(self) -> None:
+        with plain_tensor_access():
+            self._expected_pointers = [parameter.data_ptr() for parameter in self._parameters]
+
+    def _check_parameters_in_place(self) -> None:
+        if self._guarded:
+            return
+        with plain_tensor_access():
+            for parameter, pointer, name in zip(self._parameters, self._expected_pointers, self._names, strict=True):
+                if parameter.data_ptr() != pointer:
+                    raise RuntimeError(
+                        f"the parameter {name} was given other memory after weft.compile (model.to(...), or an "
+                        "assignment to .data): weft would train the old one. Move or cast the model before "
+                        "weft.compile, and copy values with parameter.copy_(...) or load_state_dict"
+                    )
+
+    # ---- the optimizer's state ----
+
+    def _take_optimizer_state(self) -> dict[int, dict[str, Any]]:
+        """What the user's optimizer holds already, by parameter index; freed there, unless it runs whole."""
+        if not self._probe.elementwise:
+            return {}
+        index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        taken = {index[id(p)]: dict(state) for p, state in self.optimizer.state.items() if state and id(p) in index}
+        self.optimizer.state.clear()
+        return taken
+
+    def _optimizer_states(self) -> list[BucketState] | dict[int, dict[str, Any]]:
+        """Where optimizer state is: in the buckets, or with the user's optimizer."""
+        if self._executor is not None and self._probe.elementwise:
+            return list(self._executor.states)
+        index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        return {index[id(p)]: dict(state) for p, state in self.optimizer.state.items()}
+
+    def _import_optimizer(self, by_index: Mapping[int, Mapping[str, Any]]) -> None:
+        if self._executor is not None and self._probe.elementwise:
+            for state in self._executor.states:
+                if state.optimizer is not None:
+                    state.optimizer.import_state(by_index)
+            return
+        self.optimizer.state.clear()
+        for index, value in by_index.items():
+            self.optimizer.state[self._parameters[index]] = {
+                key: item.clone().to(self._device) if isinstance(item, torch.Tensor) and item.dim() else item
+                for key, item in value.items()
+            }
+
+    def _before_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.state_dict()` works where this rank has all state, and says what does where it has not."""
+        if self._executor is None or not self._probe.elementwise:
+            return
+        if self._layout is not None and self._layout.world > 1 and self._mode != "replicate":
+            raise ShardedError(
+                f"optimizer.state_dict() in mode {self._mode!r}: this rank holds a slice of the state. Use "
+                "step.state_dict() on all ranks, and step.load_state_dict() to restore"
+            )
+        optimizer.state.clear()
+        found = checkpoint.optimizer_state(list(self._executor.states), self._names, self._collectives, copy=False)
+        for name, state in found.items():
+            optimizer.state[self._parameters[self._names.index(name)]] = state
+
+    def _after_optimizer_load(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._executor is not None and self._probe.elementwise:
+            self._import_optimizer(self._take_optimizer_state())
+
+    def _update_whole(self, executor: Executor, run: Any, outputs: list[tuple[Any, ...]]) -> None:
+        """The user's own optimizer on whole parameters, with a closure that runs the step again if it asks for one."""
+
+        def mean_loss(results: Sequence[tuple[Any, ...]]) -> torch.Tensor:
+            loss = torch.stack([result[0].detach().double() for result in results]).mean()
+            rows, pending = self._collectives.start_rows(loss[None])
+            self._collectives.wait(pending, "the mean of the losses")
+            return rows.mean().to(results[0][0].dtype)
+
+        def set_gradients() -> None:
+            found = executor.whole_gradients()
+            for index, parameter in enumerate(self._parameters):
+                if self._trained[index]:
+                    parameter.grad = found[index].to(parameter.dtype) if index in found else None
+
+        answered = [outputs]
+
+        def closure() -> torch.Tensor:
+            results = answered.pop() if answered else run()
+            set_gradients()
+            return mean_loss(results)
+
+        step = type(self.optimizer).step
+        with plain_tensor_access():
+            if _needs_closure(step):
+                step(self.optimizer, closure)
+            else:
+                set_gradients()
+                step(self.optimizer)
+            for parameter in self._parameters:
+                parameter.grad = None
+        executor.whole_update_due = False
+        for state in executor.states:
+            state.refresh()
+
+    # ---- small things ----
+
+    def _check_usable(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError(
+                f"an earlier step failed half-way ({self._failed}), so parameters may differ between ranks: restart "
+                "from the last checkpoint"
+            )
+        if self._inside_gathered:
+            raise RuntimeError("this call is not possible inside step.gathered(): leave the context first")
+
+    def _check_requires_grad(self) -> None:
+        with plain_tensor_access():
+            for name, parameter, before in zip(self._names, self._parameters, self._requires_grad, strict=True):
+                if parameter.requires_grad != before:
+                    raise RuntimeError(
+                        f"requires_grad of {name} was {before} when weft.compile was called and is "
+                        f"{parameter.requires_grad} now; buckets are laid out for the former. Call weft.compile again"
+                    )
+
+    def _micro_batches(self, batch: Any) -> Sequence[Any]:
+        count = self._options.accumulate
+        if count == 1:
+            return [batch]
+        if not isinstance(batch, (list, tuple)) or len(batch) != count:
+            seen = f"{len(batch)} of them" if isinstance(batch, (list, tuple)) else f"a {type(batch).__name__}"
+            raise ValueError(f"accumulate={count}: the batch is a list of {count} micro-batches, and this is {seen}")
+        return batch
+
+    def _inputs(self, entry: _Entry, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        assert self._layout is not None
+        loose = []
+        for index, parameter in enumerate(self._parameters):
+            if index not in self._layout.slot_of:
+                loose.append(parameter.detach().to(self._infos[index].compute))
+        return [*loose, *self._buffers(), *tensors]
+
+    def _buffer_names(self) -> list[str]:
+        return [name for name, _, _ in self._buffer_slots]
+
+    def _buffers(self) -> list[torch.Tensor]:
+        found = []
+        for name, module, attribute in self._buffer_slots:
+            buffer = module._buffers.get(attribute)
+            if buffer is None:
+                raise RuntimeError(f"the buffer {name} was removed after weft.compile; call weft.compile again")
+            found.append(buffer)
+        return found
+
+    def _extras(self, trace: Trace, output: Sequence[Any]) -> Any:
+        from weft._torch import pytree
+
+        return pytree.tree_unflatten(list(output[1:]), trace.extras_spec)
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return next(name for name, p in zip(self._names, self._parameters, strict=True) if p is parameter)
+
+    def _set_random_state(self, state: torch.Tensor) -> None:
+        self._random_state = state
+        if self._executor is not None:
+            self._executor.random_state = state
+
+    def _close(self) -> None:
+        """At exit: nothing may be in flight when the process group goes away."""
+        if self._executor is not None and self._failed is None:
+            try:
+                self._executor.drain()
+            except Exception:
+                self._failed = "closed"
+
+
+# ---- checks at compile ---------------------------------------------------------------------------------------------
+
+
+def _check_model(model: nn.Module) -> torch.device:
+    """The model's device; raises for what cannot be trained."""
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ValueError("the model has no parameters")
+    devices = {parameter.device: name for name, parameter in parameters.items()}
+    if len(devices) > 1:
+        seen = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"the model's parameters are on several devices ({seen}); move it to one before weft.compile")
+    device = next(iter(devices))
+    if device.type == "meta":
+        raise ValueError(
+            "the model is on the meta device; this version needs real parameters: build it on its device, or call "
+            "model.to_empty(device=...) and initialise it"
+        )
+    owners: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        if parameter_hooks(parameter):
+            raise ValueError(
+                f"{name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), which a compiled step "
+                "would not run; remove it, or change the gradient in the loss function or with a module hook"
+            )
+        if parameter.numel() and storage_key(parameter) in owners:
+            raise ValueError(
+                f"{owners[storage_key(parameter)]} and {name} share memory without being one parameter; tie them by "
+                "assigning the same nn.Parameter to both modules"
+            )
+        owners[storage_key(parameter)] = name
+    return device
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The parameter group of each parameter that the optimizer holds."""
+    index = {id(parameter): i for i, (_, parameter) in enumerate(model.named_parameters())}
+    group_of: dict[int, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in index:
+                raise ValueError(
+                    f"the optimizer's group {number} holds a parameter of shape {list(parameter.shape)} that is not one of "
+                    "the model's: construct the optimizer from the parameters of the model that is compiled"
+                )
+            group_of[index[id(parameter)]] = number
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError("the optimizer has step hooks, which a compiled step would not run; remove them")
+    return group_of
+
+
+def _buffer_slots(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Where each buffer hangs: buffers may be rebound, so they are looked up at every step."""
+    modules = dict(model.named_modules())
+    found = []
+    for name, _ in model.named_buffers():
+        path, _, attribute = name.rpartition(".")
+        found.append((name, modules[path], attribute))
+    return found
+
+
+def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own strides if it is dense (channels_last stays so), else contiguous ones."""
+    expected = 1
+    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return torch.empty(parameter.shape, device="meta").stride()
+        expected *= size
+    return parameter.stride()
+
+
+def _seeded_state(device: torch.device, seed: int) -> torch.Tensor:
+    """The state in which `torch.manual_seed(seed)` would leave the device's generator."""
+    generator = device_generator(device)
+    saved = generator.get_state()
+    try:
+        return generator.manual_seed(seed).get_state()
+    finally:
+        generator.set_state(saved)
+
+
+def _needs_closure(step: Any) -> bool:
+    import inspect
+
+    parameter = inspect.signature(step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _describe_cost(cost: ModeCost) -> str:
+    return (
+        f"{cost.mode}: {human_bytes(cost.state_bytes)} of state and buffers, {human_bytes(cost.wire_bytes)} sent and "
+        f"{cost.update_elements / 1e6:.1f} M elements updated a step, per rank"
+    )

@@ -1,0 +1,15 @@
+"""The errors of weft that are not plain ValueErrors: each says what was seen and what to do."""
+
+from __future__ import annotations
+
+
+class TraceError(RuntimeError):
+    """A training step that cannot be captured as a graph without changing what it computes."""
+
+
+class PeerError(RuntimeError):
+    """A wait on another rank that failed or ran out of time; names who waited, for what."""
+
+
+class ShardedError(RuntimeError):
+    """A parameter was used while only shards of it exist on this rank."""

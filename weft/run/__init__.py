@@ -1,0 +1,1 @@
+"""The executor: collectives, updates and the compiled programs."""

@@ -1,0 +1,206 @@
+"""The collectives that a program uses, behind one small interface for gloo, NCCL and a single process.
+
+Gathers, reductions and control messages travel in groups of their own: within a group the order of calls must be the
+same on every rank, between groups it need not. Every wait turns a failure into a `PeerError` that names who waited, for
+what.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from weft._torch import all_gather, reduce_scatter
+from weft.errors import PeerError
+
+
+class Pending(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """A collective of one rank: nothing to wait for."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Local:
+    """One process: a gather is a copy, a reduction nothing."""
+
+    rank, world, name = 0, 1, "one process"
+    receives = False  # whether a reduce-scatter needs a second buffer as large as the staged one
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
+        return Done()
+
+    def reduce_scatter(self, received: torch.Tensor | None, staged: torch.Tensor) -> Pending:
+        return Done()
+
+    def scattered(self, received: torch.Tensor | None, staged: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of the sum, after the wait."""
+        return staged
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        return Done()
+
+    def start_rows(self, row: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """A small tensor of every rank, as rows in rank order."""
+        return row[None], Done()
+
+    def start_reach(self, flags: torch.Tensor) -> Pending:
+        """The elementwise maximum of a small CPU tensor over ranks, in place."""
+        return Done()
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """Rank 0's values on every rank."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def wait(self, pending: Pending, what: str) -> None:
+        pending.wait()
+
+    def barrier(self, what: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Distributed(Local):
+    """Several ranks; `Gloo` and `Nccl` differ in the reduce-scatter and in what a wait means."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank(group)
+        self.world = len(self.ranks)
+        self.timeout = timeout
+        self.name = dist.get_backend(group)
+        whole_world = self.world == dist.get_world_size()
+
+        def own_group(backend: str | None = None) -> dist.ProcessGroup:
+            return dist.new_group(
+                self.ranks, timeout=timeout, backend=backend, use_local_synchronization=not whole_world
+            )
+
+        self.gathers = own_group()
+        self.reductions = own_group()
+        # Control messages are CPU tensors that the program branches on; a GPU's stream must not be waited for.
+        self.control = own_group("gloo")
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        return all_gather(full, shard, self.gathers)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        return self._started(dist.all_reduce(tensor, group=self.reductions, async_op=True))
+
+    def start_rows(self, row: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        rows = row.new_empty(self.world, *row.shape)
+        return rows, all_gather(rows.view(-1), row, self.reductions)
+
+    def start_reach(self, flags: torch.Tensor) -> Pending:
+        return self._started(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.control, async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        pending = dist.broadcast(tensor, src=self.ranks[0], group=self.gathers, async_op=True)
+        self.wait(self._started(pending), what)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world
+        self._named(lambda: dist.all_gather_object(found, value, group=self.control), "what every rank holds")
+        return found
+
+    def barrier(self, what: str) -> None:
+        self._named(lambda: self.start_reach(torch.zeros(1)).wait(), what)
+
+    def wait(self, pending: Pending, what: str) -> None:
+        self._named(pending.wait, what)
+
+    def _named(self, action: Callable[[], Any], what: str) -> None:
+        try:
+            action()
+        except RuntimeError as error:
+            others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+            raise PeerError(
+                f"rank {self.ranks[self.rank]} waited for rank{'s' if len(others) > 1 else ''} "
+                f"{', '.join(map(str, others))} in {what} and did not get it (timeout "
+                f"{self.timeout.total_seconds():g} s): {str(error).splitlines()[0]}"
+            ) from error
+
+    @staticmethod
+    def _started(pending: dist.Work | None) -> dist.Work:
+        assert pending is not None
+        return pending
+
+    def close(self) -> None:
+        for group in (self.gathers, self.reductions, self.control):
+            dist.destroy_process_group(group)
+
+
+class Gloo(Distributed):
+    """gloo's own reduce-scatter moves twice the bytes it should, so: all-to-all, and a sum in rank order."""
+
+    receives = True
+
+    def reduce_scatter(self, received: torch.Tensor | None, staged: torch.Tensor) -> Pending:
+        assert received is not None
+        return self._started(dist.all_to_all_single(received, staged, group=self.reductions, async_op=True))
+
+    def scattered(self, received: torch.Tensor | None, staged: torch.Tensor) -> torch.Tensor:
+        assert received is not None
+        parts = received.view(self.world, -1)
+        total = parts[0]
+        for part in parts[1:]:
+            total.add_(part)
+        return total
+
+
+class Nccl(Distributed):
+    """NCCL's waits order streams and return at once; its own watchdog keeps the timeout."""
+
+    def reduce_scatter(self, received: torch.Tensor | None, staged: torch.Tensor) -> Pending:
+        size = staged.numel() // self.world
+        return reduce_scatter(staged[self.rank * size : (self.rank + 1) * size], staged, self.reductions)
+
+    def scattered(self, received: torch.Tensor | None, staged: torch.Tensor) -> torch.Tensor:
+        size = staged.numel() // self.world
+        return staged[self.rank * size : (self.rank + 1) * size]
+
+
+def connect(device: torch.device, mesh: Any, timeout: timedelta) -> Local:
+    """The collectives for where this process runs: alone, under torchrun, or in an existing process group."""
+    if mesh is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    if mesh is None and not dist.is_initialized():
+        return Local()
+    group = dist.group.WORLD if mesh is None else mesh.get_group()
+    assert group is not None
+    if dist.get_world_size(group) == 1:
+        return Local()
+    backend = dist.get_backend(group)
+    kinds: dict[str, type[Distributed]] = {"nccl": Nccl, "gloo": Gloo}
+    name = next((kind for kind in kinds if kind in _backend_for(backend, device)), None)
+    if name is None or (name == "gloo" and device.type != "cpu") or (name == "nccl" and device.type != "cuda"):
+        raise ValueError(
+            f"the model is on {device} and the process group's backend is {backend!r}; weft uses nccl for CUDA and "
+            "gloo for the CPU. Call init_process_group with that backend, or move the model before weft.compile"
+        )
+    return kinds[name](group, timeout)
+
+
+def _backend_for(backend: str, device: torch.device) -> str:
+    """A group made with `cpu:gloo,cuda:nccl` has a backend a device type."""
+    for part in backend.split(","):
+        kind, _, name = part.partition(":")
+        if kind == device.type:
+            return name
+    return backend
+

@@ -1,0 +1,333 @@
+"""Runs step graphs: one method a step node, over the state of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from weft.graph import StepGraph
+from weft.passes.lifetimes import placement
+from weft.run.collectives import Local, Pending
+from weft.state.arena import Arena
+from weft.state.layout import Bucket, Layout
+from weft.state.optimizer import group_options
+from weft.state.shards import BucketState
+from weft.trace.randomness import device_generator
+
+
+class Program:
+    """A step graph made callable, with its views of the arena."""
+
+    def __init__(self, step: StepGraph, *, receives: bool) -> None:
+        self.step = step
+        root = nn.Module()
+        for name, value in step.constants.items():
+            root.register_buffer(name, value, persistent=False)
+        self.module = fx.GraphModule(root, step.graph)
+        self.forward: Callable[..., Any] = self.module.forward
+        self.placement = placement(step, receives=receives)
+        self.draws = any("random_key" in node.meta for node in step.graph.nodes)
+        self.bound_to: torch.Tensor | None = None
+        self.buffers: dict[str, dict[int, torch.Tensor]] = {"gathered": {}, "staged": {}, "received": {}, "slice": {}}
+        self.gathered_views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.places: dict[tuple[int, int], torch.Tensor] = {}
+
+    def bind(self, arena: Arena) -> None:
+        """Make the views once; a steady step makes none."""
+        arena.reserve(self.placement.nbytes)
+        if self.bound_to is arena.memory:
+            return
+        self.bound_to = arena.memory
+        self.places.clear()
+        for (kind, index), offset in self.placement.offsets.items():  # type: ignore[misc]
+            bucket = self.step.layout.buckets[index]
+            dtype = bucket.compute if kind == "gathered" else bucket.reduce
+            view = arena.view(offset, bucket.slice_numel if kind == "slice" else bucket.numel, dtype)
+            self.buffers[kind][index] = view
+            if kind == "gathered":
+                self.gathered_views[index] = tuple(slot.view(view) for slot in bucket.slots)
+
+
+class Executor:
+    """The state of a rank and the step nodes' meaning on it."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        states: Sequence[BucketState],
+        collectives: Local,
+        *,
+        device: torch.device,
+        groups: Callable[[int], Mapping[str, Any]],
+        accumulate: int,
+        clip_norm: float | None,
+        parameter_count: int,
+        buffers: Callable[[], Sequence[torch.Tensor]],
+        random_state: torch.Tensor,
+    ) -> None:
+        self.layout, self.states, self.collectives, self.device = layout, states, collectives, device
+        self.groups, self.accumulate, self.clip_norm = groups, accumulate, clip_norm
+        self.buffers = buffers
+        self.arena = Arena(device)
+        self.random_state = random_state
+        self.poison = False  # fill released memory with NaN: a test's way to see a late reader
+        self.scale = 1.0 / (collectives.world * accumulate)
+        self.parameter_count = parameter_count
+        self.program: Program
+        self.gathers: dict[int, Pending] = {}
+        self.reductions: dict[int, Pending] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
+        # Sums that outlive a micro-step: whole gradients, this rank's slices of reduced ones, dormant buckets' own.
+        self.sums: dict[int, torch.Tensor] = {}
+        self.slice_sums: dict[int, torch.Tensor] = {}
+        self.dormant_received: dict[int, torch.Tensor] = {}
+        self.reach_flags = torch.zeros(parameter_count, dtype=torch.uint8)
+        self.reach_pending: Pending | None = None
+        self.reached: frozenset[int] = frozenset()
+        self.rows: tuple[torch.Tensor, Pending] | None = None
+        self.grad_norm: torch.Tensor | None = None
+        self.coefficient: torch.Tensor | None = None
+        self.random_positions: dict[int, torch.Tensor] = {}
+        self.random_resume: torch.Tensor | None = None
+        self.whole_update_due = False
+
+    # ---- a step ----
+
+    def begin_step(self, reached: Sequence[bool]) -> None:
+        """Tell the others which parameters this rank's micro-batches reach; the answer is awaited before updates."""
+        self.reach_flags = torch.tensor(reached, dtype=torch.uint8)
+        self.reach_pending = self.collectives.start_reach(self.reach_flags)
+        self.coefficient = None
+
+    def __call__(self, program: Program, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Run one micro-step."""
+        program.bind(self.arena)
+        self.program = program
+        generator = device_generator(self.device) if program.draws else None
+        outer = None
+        if generator is not None:
+            outer = generator.get_state()
+            generator.set_state(self.random_state)
+        try:
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                return program.forward(self, *inputs)
+        finally:
+            self.random_positions.clear()
+            if generator is not None and outer is not None:
+                self.random_state = generator.get_state()
+                generator.set_state(outer)
+
+    def end_step(self) -> None:
+        self.gradients.clear()
+        for bucket in self.layout.buckets:
+            if bucket.dormant:
+                self.sums.pop(bucket.index, None)
+        self.dormant_received.clear()
+
+    def drain(self) -> None:
+        """Wait for every gather in flight."""
+        for index in list(self.gathers):
+            self._finish_gather(index)
+
+    # ---- gathers ----
+
+    def parameters(self, bucket: int) -> Sequence[torch.Tensor]:
+        return self.states[bucket].views
+
+    def gather(self, bucket: int) -> None:
+        entry, state = self.layout.buckets[bucket], self.states[bucket]
+        if not entry.sharded:
+            if self._reached(entry):
+                assert state.full is not None
+                self.gathers[bucket] = self.collectives.gather(state.full, state.full[state.own])
+            return
+        full = self.program.buffers["gathered"][bucket]
+        shard = state.master
+        if entry.compute != entry.master:
+            shard = full[state.own]
+            shard.copy_(state.master)
+        self.gathers[bucket] = self.collectives.gather(full, shard)
+
+    def _finish_gather(self, bucket: int) -> None:
+        pending = self.gathers.pop(bucket, None)
+        if pending is not None:
+            self.collectives.wait(pending, f"the gather of {self.layout.buckets[bucket].describe()}")
+
+    def await_gather(self, bucket: int) -> Sequence[torch.Tensor]:
+        self._finish_gather(bucket)
+        if self.layout.buckets[bucket].sharded:
+            return self.program.gathered_views[bucket]
+        return self.states[bucket].views
+
+    def release(self, bucket: int) -> None:
+        if self.poison:
+            self.program.buffers["gathered"][bucket].fill_(float("nan"))
+
+    # ---- gradients ----
+
+    def _staged(self, bucket: int) -> torch.Tensor:
+        """The buffer in which a bucket's gradients come together in this program."""
+        entry = self.layout.buckets[bucket]
+        if entry.dormant or (self.accumulate > 1 and not entry.reduce_often):
+            if bucket not in self.sums:
+                self.sums[bucket] = torch.zeros(entry.numel, dtype=entry.reduce, device=self.device)
+            return self.sums[bucket]
+        return self.program.buffers["staged"][bucket]
+
+    def clear(self, bucket: int, slots: Sequence[int]) -> None:
+        entry = self.layout.buckets[bucket]
+        if entry.dormant and bucket not in self.sums:
+            return  # nothing is staged before somebody reaches it, and then into zeros
+        flat = self._staged(bucket)
+        for start, stop in entry.gaps:
+            flat[start:stop].zero_()
+        for slot in slots:
+            flat[entry.slots[slot].offset : entry.slots[slot].end].zero_()
+
+    def staged(self, bucket: int, slot: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        places = self.program.places
+        place = places.get((bucket, slot))
+        if place is None:
+            entry = self.layout.buckets[bucket]
+            flat = self._staged(bucket)[entry.slots[slot].offset : entry.slots[slot].end]
+            place = flat.as_strided(shape, stride)
+            if not entry.dormant:
+                places[bucket, slot] = place
+        return place
+
+    def stage(self, bucket: int, slot: int, gradient: torch.Tensor, add: bool) -> None:
+        place = self.layout.buckets[bucket].slots[slot].view(self._staged(bucket))
+        if add:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+
+    def reduce(self, bucket: int) -> None:
+        entry = self.layout.buckets[bucket]
+        if not self._reached(entry):
+            return
+        staged = self._staged(bucket)
+        if entry.scatter:
+            self.reductions[bucket] = self.collectives.reduce_scatter(self._received(bucket, staged), staged)
+        else:
+            self.reductions[bucket] = self.collectives.all_reduce(staged)
+
+    def _received(self, bucket: int, staged: torch.Tensor) -> torch.Tensor | None:
+        if not self.collectives.receives:
+            return None
+        if self.layout.buckets[bucket].dormant:
+            self.dormant_received[bucket] = torch.empty_like(staged)
+            return self.dormant_received[bucket]
+        return self.program.buffers["received"][bucket]
+
+    def await_reduce(self, bucket: int) -> None:
+        entry = self.layout.buckets[bucket]
+        pending = self.reductions.pop(bucket, None)
+        if pending is None:
+            return  # dormant, and no rank reached it
+        self.collectives.wait(pending, f"the reduction of {entry.describe()}")
+        result = self._staged(bucket)
+        if entry.scatter:
+            received = self.dormant_received.get(bucket, self.program.buffers["received"].get(bucket))
+            result = self.collectives.scattered(received, result)
+        step = self.program.step
+        if entry.reduce_often and self.accumulate > 1:
+            result = self._add_slice(bucket, result, first=step.variant == "first")
+        elif bucket in self.program.buffers["slice"]:
+            result = self.program.buffers["slice"][bucket].copy_(result)
+        if step.updates and self.scale != 1.0:
+            result.mul_(self.scale)
+        self.gradients[bucket] = result
+
+    def _add_slice(self, bucket: int, result: torch.Tensor, first: bool) -> torch.Tensor:
+        if bucket not in self.slice_sums:
+            self.slice_sums[bucket] = torch.empty_like(result)
+        return self.slice_sums[bucket].copy_(result) if first else self.slice_sums[bucket].add_(result)
+
+    # ---- reach, norm, update ----
+
+    def _reached(self, bucket: Bucket) -> bool:
+        """Whether a dormant bucket takes part in this step; all others always do."""
+        return not bucket.dormant or any(slot.parameter in self.reached for slot in bucket.slots)
+
+    def await_reach(self) -> None:
+        if self.reach_pending is not None:
+            self.collectives.wait(self.reach_pending, "the agreement on which parameters were reached")
+            self.reach_pending = None
+        self.reached = frozenset(torch.nonzero(self.reach_flags).flatten().tolist())
+
+    def norm(self) -> None:
+        squares = torch.zeros(self.parameter_count, dtype=torch.float64, device=self.device)
+        for bucket, gradient in self.gradients.items():
+            entry, own = self.layout.buckets[bucket], self.states[bucket].own
+            for slot in entry.slots:
+                start, stop = max(slot.offset, own.start), min(slot.end, own.stop)
+                if start < stop and slot.parameter in self.reached:
+                    piece = gradient[start - own.start : stop - own.start]
+                    dtype = torch.float32 if piece.element_size() < 4 else None
+                    squares[slot.parameter] = torch.linalg.vector_norm(piece, dtype=dtype).double().square()
+        # Slices of one parameter lie on several ranks; where the update is replicated every rank has all of it.
+        scattered = any(self.layout.buckets[bucket].scatter for bucket in self.gradients)
+        self.rows = self.collectives.start_rows(squares) if scattered else None
+        self.grad_norm = squares
+
+    def await_norm(self) -> None:
+        assert self.grad_norm is not None and self.clip_norm is not None
+        squares = self.grad_norm
+        if self.rows is not None:
+            rows, pending = self.rows
+            self.collectives.wait(pending, "the gradient norm")
+            squares = rows[0].clone()
+            for row in rows[1:]:
+                squares += row
+            self.rows = None
+        self.grad_norm = squares.sum().sqrt()
+        self.coefficient = torch.clamp(self.clip_norm / (self.grad_norm + 1e-6), max=1.0)
+
+    def update(self, bucket: int) -> None:
+        entry, state = self.layout.buckets[bucket], self.states[bucket]
+        gradient = self.gradients.pop(bucket, None)
+        if gradient is None:
+            return  # dormant, and no rank reached it
+        if self.coefficient is not None:
+            gradient.mul_(self.coefficient)
+        assert state.optimizer is not None and entry.group is not None
+        state.optimizer.step(gradient.to(entry.master), self.reached, group_options(self.groups(entry.group)))
+        state.refresh()
+
+    def update_whole(self) -> None:
+        """The update itself is the caller's: it may need the loss, or to run the step again."""
+        self.whole_update_due = True
+
+    def whole_gradients(self) -> dict[int, torch.Tensor]:
+        """Per parameter that was reached, its whole reduced gradient."""
+        found = {}
+        for bucket, gradient in self.gradients.items():
+            if self.coefficient is not None:
+                gradient.mul_(self.coefficient)
+            for slot in self.layout.buckets[bucket].slots:
+                if slot.parameter in self.reached:
+                    found[slot.parameter] = slot.view(gradient)
+        return found
+
+    # ---- randomness and buffers ----
+
+    def keep_random(self, key: int) -> None:
+        self.random_positions[key] = device_generator(self.device).get_state()
+
+    def rewind_random(self, key: int) -> None:
+        generator = device_generator(self.device)
+        self.random_resume = generator.get_state()
+        generator.set_state(self.random_positions[key])
+
+    def resume_random(self) -> None:
+        assert self.random_resume is not None
+        device_generator(self.device).set_state(self.random_resume)
+
+    def write_buffers(self, indices: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        buffers = self.buffers()
+        for index, value in zip(indices, values, strict=True):
+            buffers[index].copy_(value)

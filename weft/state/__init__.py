@@ -1,0 +1,1 @@
+"""What a rank owns: buckets, slices, the arena, the optimizer's segments."""

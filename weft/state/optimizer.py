@@ -1,0 +1,226 @@
+"""The user's optimizer, run on flat segments of what this rank owns.
+
+An elementwise optimizer does to a flat segment what it does to a parameter, so one call updates many parameters. A
+segment is a run of parameters with one history: when a step reaches only some of them, it is split, and the others keep
+their step counters, as in eager. Whether an optimizer is elementwise is not looked up but tried.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.state.layout import Bucket
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a trial on a few numbers showed about an optimizer."""
+
+    elementwise: bool
+    why_not: str
+    state_elements: float  # elements of state per parameter element
+
+
+def shadow(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings, with parameters and state of its own."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # LR schedulers wrap the user's instance
+    twin.state = defaultdict(dict)
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.param_groups = []
+    return twin
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's hyperparameters, as they are now."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def run_step(twin: torch.optim.Optimizer, options: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    twin.param_groups = [{**options, "params": list(tensors)}]
+    type(twin).step(twin)
+
+
+def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> Probe:
+    """Try the optimizer on a small matrix whole and cut in two flat pieces: elementwise means the same numbers."""
+    options = group_options(optimizer.param_groups[0])
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(8, 32, generator=generator)
+    whole = [values.clone().to(device)]
+    pieces = [piece.clone().to(device) for piece in values.flatten().split(128)]
+    twins = (shadow(optimizer), shadow(optimizer))
+    # Adagrad fills its state when it is constructed; shadows must start from the same values.
+    initial = next((state for state in optimizer.state.values() if state), None)
+    try:
+        for twin, tensors in zip(twins, (whole, pieces), strict=True):
+            for tensor in tensors:
+                if initial is not None and "sum" in initial:
+                    twin.state[tensor] = {
+                        key: torch.zeros_like(tensor) if value.dim() else torch.zeros_like(value)
+                        for key, value in initial.items()
+                        if isinstance(value, torch.Tensor)
+                    }
+        for _ in range(3):
+            gradient = torch.randn(8, 32, generator=generator).to(device)
+            whole[0].grad = gradient
+            for piece, part in zip(pieces, gradient.flatten().split(128), strict=True):
+                piece.grad = part.clone()
+            for twin, tensors in zip(twins, (whole, pieces), strict=True):
+                run_step(twin, options, tensors)
+    except Exception as error:
+        return Probe(False, f"{type(error).__name__}: {error}", 2.0)
+    together = torch.cat(pieces).view(8, 32)
+    elements = sum(v.numel() for s in twins[0].state.values() for v in s.values() if isinstance(v, torch.Tensor))
+    if not torch.allclose(together, whole[0], rtol=1e-5, atol=1e-7):
+        return Probe(False, "a matrix and its halves are updated differently", elements / values.numel())
+    return Probe(True, "", float(elements // values.numel()))
+
+
+@dataclass
+class Segment:
+    """A run of elements with one history; `tensor` is a view of the master values, `state` the optimizer's."""
+
+    start: int  # in elements of the owned range
+    stop: int
+    parameters: frozenset[int]
+    tensor: torch.Tensor
+
+
+class BucketOptimizer:
+    """The optimizer's update of what this rank owns of one bucket."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, bucket: Bucket, owned: slice, master: torch.Tensor) -> None:
+        assert bucket.group is not None
+        self.bucket = bucket
+        self.owned = owned
+        self.master = master
+        self.twin = shadow(optimizer)
+        self.segments: list[Segment] = []
+        self._pieces = self._parameter_pieces()
+        self._build({})
+
+    def _parameter_pieces(self) -> list[tuple[int, int, int]]:
+        """(parameter, start, stop) of every parameter with elements in the owned range, relative to its start."""
+        pieces = []
+        for slot in self.bucket.slots:
+            start, stop = max(slot.offset, self.owned.start), min(slot.end, self.owned.stop)
+            if start < stop:
+                pieces.append((slot.parameter, start - self.owned.start, stop - self.owned.start))
+        return pieces
+
+    def _build(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Make segments of neighbours whose scalar state agrees, and cut their state from the parameters'.
+
+        `states` holds, per parameter, its piece of the state: flat tensors over the owned part, or scalars.
+        """
+        self.segments, self.twin.state = [], defaultdict(dict)
+        run: list[tuple[int, int, int]] = []
+        for piece in self._pieces:
+            if run and not _same_history(states.get(run[-1][0], {}), states.get(piece[0], {})):
+                self._add_segment(run, states)
+                run = []
+            run.append(piece)
+        if run:
+            self._add_segment(run, states)
+
+    def _add_segment(self, run: Sequence[tuple[int, int, int]], states: Mapping[int, Mapping[str, Any]]) -> None:
+        start, stop = run[0][1], run[-1][2]
+        segment = Segment(start, stop, frozenset(piece[0] for piece in run), self.master[start:stop])
+        first = states.get(run[0][0], {})
+        state: dict[str, Any] = {}
+        for key, value in first.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 1:
+                flat = torch.zeros(stop - start, dtype=value.dtype, device=self.master.device)
+                for parameter, piece_start, piece_stop in run:
+                    flat[piece_start - start : piece_stop - start] = states[parameter][key]
+                state[key] = flat
+            else:
+                state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        if state:
+            self.twin.state[segment.tensor] = state
+        self.segments.append(segment)
+
+    def step(self, gradient: torch.Tensor, reached: frozenset[int], options: Mapping[str, Any]) -> None:
+        """Update the owned range from its gradient; parameters outside `reached` stay untouched."""
+        if any(not (segment.parameters <= reached or segment.parameters.isdisjoint(reached)) for segment in self.segments):
+            self._split(reached)
+        active = [segment for segment in self.segments if segment.parameters <= reached]
+        for segment in active:
+            segment.tensor.grad = gradient[segment.start : segment.stop]
+        if active:
+            run_step(self.twin, options, [segment.tensor for segment in active])
+        for segment in active:
+            segment.tensor.grad = None
+
+    def _split(self, reached: frozenset[int]) -> None:
+        """Cut segments so that each is reached as a whole or not at all."""
+        states = self.export_state()
+        histories = {
+            parameter: {**states.get(parameter, {}), "weft_reached": parameter in reached}
+            for parameter, _, _ in self._pieces
+        }
+        self._build(histories)
+        for state in self.twin.state.values():
+            del state["weft_reached"]
+        # A segment without state yet was given an entry by the marker alone.
+        self.twin.state = defaultdict(dict, {key: value for key, value in self.twin.state.items() if value})
+
+    def export_state(self) -> dict[int, dict[str, Any]]:
+        """Per parameter, its piece of the state: flat tensors (views) over the owned part, and scalars."""
+        pieces: dict[int, dict[str, Any]] = {}
+        for segment in self.segments:
+            state = self.twin.state.get(segment.tensor, {})
+            for parameter, start, stop in self._pieces:
+                if parameter not in segment.parameters or not state:
+                    continue
+                pieces[parameter] = {
+                    key: value[start - segment.start : stop - segment.start]
+                    if isinstance(value, torch.Tensor) and value.dim() == 1
+                    else value
+                    for key, value in state.items()
+                }
+        return pieces
+
+    def import_state(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take over a state given per parameter in full shape, as `optimizer.state_dict()` holds it."""
+        pieces: dict[int, dict[str, Any]] = {}
+        for slot in self.bucket.slots:
+            full = states.get(slot.parameter)
+            start, stop = max(slot.offset, self.owned.start), min(slot.end, self.owned.stop)
+            if not full or start >= stop:
+                continue
+            pieces[slot.parameter] = {
+                key: _flatten_like(value, slot)[start - slot.offset : stop - slot.offset]
+                if isinstance(value, torch.Tensor) and value.dim() > 0
+                else value
+                for key, value in full.items()
+            }
+        self._build(pieces)
+
+
+def _flatten_like(value: torch.Tensor, slot: Any) -> torch.Tensor:
+    """A full-shaped state tensor in the order in which the parameter's elements lie in memory."""
+    flat = torch.empty(slot.numel, dtype=value.dtype, device=value.device)
+    flat.as_strided(slot.shape, slot.stride).copy_(value.reshape(slot.shape))
+    return flat
+
+
+def _same_history(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Whether two parameters' states agree in everything but the elementwise tensors."""
+    if one.keys() != two.keys():
+        return False
+    for key, value in one.items():
+        other = two[key]
+        if isinstance(value, torch.Tensor) and value.dim() == 1:
+            if not isinstance(other, torch.Tensor) or other.dtype != value.dtype:
+                return False
+        elif isinstance(value, torch.Tensor) != isinstance(other, torch.Tensor) or not bool(value == other):
+            return False
+    return True

@@ -1,0 +1,73 @@
+"""A rank's part of one bucket: master values, whole parameters where they stay gathered, optimizer state."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.state.layout import Bucket
+from weft.state.optimizer import BucketOptimizer
+
+
+class BucketState:
+    """What this rank keeps of a bucket between steps.
+
+    `master` is what the optimizer updates: the rank's slice, or everything where the update is replicated. `full` is the
+    whole bucket in the compute dtype, None where it is sharded between uses. Where dtypes agree `master` is a view of
+    `full`, so that an update is seen without a copy.
+    """
+
+    def __init__(self, bucket: Bucket, rank: int, flat: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+        self.bucket = bucket
+        self.own = bucket.slice(rank) if bucket.scatter else slice(0, bucket.numel)
+        same = bucket.compute == bucket.master
+        self.full: torch.Tensor | None = None
+        if not bucket.sharded:
+            self.full = flat if same else flat.to(bucket.compute)
+        if self.full is not None and same:
+            self.master = self.full[self.own]
+        else:
+            self.master = flat[self.own].clone() if bucket.scatter else flat
+        self.views: tuple[torch.Tensor, ...] = ()
+        if self.full is not None:
+            self.views = tuple(slot.view(self.full) for slot in bucket.slots)
+        self.optimizer = (
+            BucketOptimizer(optimizer, bucket, self.own, self.master)
+            if optimizer is not None and bucket.trained
+            else None
+        )
+
+    def refresh(self) -> None:
+        """After an update: bring this rank's part of the whole parameters up to date."""
+        if self.full is not None and self.bucket.compute != self.bucket.master:
+            self.full[self.own].copy_(self.master)
+
+    def write_back(self, whole: torch.Tensor) -> None:
+        """Take over a whole bucket in the master dtype, as a user may have changed it."""
+        self.master.copy_(whole[self.own])
+        if self.full is not None and self.bucket.compute != self.bucket.master:
+            self.full.copy_(whole)
+
+    def nbytes(self) -> int:
+        """Bytes this rank keeps between steps: masters, whole parameters and optimizer state."""
+        total = self.master.numel() * self.master.element_size()
+        if self.full is not None:
+            total += self.full.numel() * self.full.element_size()
+            if self.bucket.compute == self.bucket.master:
+                total -= self.master.numel() * self.master.element_size()
+        if self.optimizer is not None:
+            total += sum(
+                value.numel() * value.element_size()
+                for state in self.optimizer.twin.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor)
+            )
+        return total
+
+
+def flatten(bucket: Bucket, parameters: list[torch.Tensor]) -> torch.Tensor:
+    """A bucket's values in one flat tensor of the master dtype, padding zero."""
+    device = parameters[bucket.slots[0].parameter].device
+    flat = torch.zeros(bucket.numel, dtype=bucket.master, device=device)
+    for slot in bucket.slots:
+        slot.view(flat).copy_(parameters[slot.parameter])
+    return flat

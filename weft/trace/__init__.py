@@ -1,0 +1,1 @@
+"""From the user's model and loss to one functional ATen graph."""

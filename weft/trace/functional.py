@@ -1,0 +1,204 @@
+"""Make a traced graph functional, compare two of them, and drop the nodes that compute nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.func import functionalize as torch_functionalize
+
+from weft._torch import make_fx
+from weft.trace.randomness import is_random
+
+aten = torch.ops.aten
+IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+
+
+def is_mutating(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def mutating_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_mutating(node)]
+
+
+def functionalize(traced: fx.GraphModule, arguments: Any, keys: Sequence[int]) -> fx.GraphModule:
+    """The same computation without in-place ops; changed inputs are written back by `copy_` at the end."""
+    result = make_fx(torch_functionalize(traced, remove="mutations"))(*arguments)
+    set_random_keys(result.graph, keys)
+    return result
+
+
+def set_random_keys(graph: fx.Graph, keys: Sequence[int]) -> None:
+    """Give each random op the key it had when it was traced."""
+    drawing = [node for node in graph.nodes if is_random(node.target, node.args, node.kwargs)]
+    assert len(drawing) == len(keys), f"{len(drawing)} random ops in the graph, {len(keys)} were traced"
+    for node, key in zip(drawing, keys, strict=True):
+        node.meta["random_key"] = key
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two traces of one step part, in words."""
+
+    index: int
+    text: str
+
+
+def first_difference(first: fx.GraphModule, second: fx.GraphModule) -> Difference | None:
+    """The first node in which two traces differ, constants' values included; None if they are equal."""
+    position = {node: index for index, node in enumerate(first.graph.nodes)}
+    position |= {node: index for index, node in enumerate(second.graph.nodes)}
+
+    def comparable(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return ("node", position[value])
+        if isinstance(value, (list, tuple)):
+            return tuple(comparable(item) for item in value)
+        if isinstance(value, dict):
+            return tuple((key, comparable(item)) for key, item in value.items())
+        if isinstance(value, slice):
+            return (value.start, value.stop, value.step)
+        return (type(value), str(value))
+
+    for index, (one, two) in enumerate(zip(first.graph.nodes, second.graph.nodes, strict=False)):
+        if one.op == "get_attr" and two.op == "get_attr":
+            if not _same_constant(getattr(first, one.target), getattr(second, two.target)):
+                return Difference(index, f"the constant tensor {one.name} has other values at a second look")
+            continue
+        if (one.op, one.target) != (two.op, two.target):
+            return Difference(index, f"{_short(one)} at one time, {_short(two)} at another")
+        if comparable((one.args, one.kwargs)) != comparable((two.args, two.kwargs)):
+            return Difference(
+                index, f"{one.target}{_plain(one.args)} at one time, {two.target}{_plain(two.args)} at another"
+            )
+    if len(first.graph.nodes) != len(second.graph.nodes):
+        count = min(len(first.graph.nodes), len(second.graph.nodes)) - 1
+        return Difference(
+            count, f"{len(first.graph.nodes)} operations at one time, {len(second.graph.nodes)} at another"
+        )
+    return None
+
+
+def _same_constant(one: Any, two: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return one is two or bool(one == two)
+    if one is two:
+        return True
+    if type(one) is not type(two) or one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    return torch.equal(one, two) or bool(torch.allclose(one, two, rtol=0, atol=0, equal_nan=True))
+
+
+def _short(node: fx.Node) -> str:
+    return str(node.target)
+
+
+def _plain(args: Any) -> str:
+    return "(" + ", ".join(str(arg) for arg in args) + ")"
+
+
+def user_line(node: fx.Node, ours: Sequence[str]) -> str:
+    """The user's file and line that a node, or the nearest one before it, came from."""
+    current: fx.Node = node
+    while current.op != "root":
+        trace = current.meta.get("stack_trace") or ""
+        frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
+        theirs = [frame for frame in frames if not frame[0].startswith((*ours, "<"))]
+        if theirs:
+            return f"{theirs[-1][0]}:{theirs[-1][1]}: {theirs[-1][2]}"
+        current = current.prev
+    return "a line that is not known"
+
+
+def simplify(traced: fx.GraphModule, labels: Sequence[str]) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+    """Copy into a plain graph with readable names, without detaches, double transposes and unused nodes.
+
+    The first output is the loss, detached by the last op of forward: what comes after it is marked as backward.
+    """
+    graph = fx.Graph()
+    constants: dict[str, torch.Tensor] = {}
+    env: dict[fx.Node, Any] = {}
+    waiting = iter(labels)
+    output = traced.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    loss_marker = results[0]
+    after_loss = False
+    used = _live_nodes(traced.graph)
+
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = graph.placeholder(_identifier(next(waiting)))
+            env[node].meta = dict(node.meta)
+            continue
+        if node.op == "output":
+            break
+        if node.target in IDENTITIES:
+            env[node] = env[node.args[0]]
+            after_loss = after_loss or node is loss_marker
+            continue
+        if node not in used:
+            continue
+        if _writes_back_state(node, env, labels):
+            continue
+        if node.op == "get_attr":
+            value = getattr(traced, node.target)
+            name = f"constant_{len(constants)}"
+            constants[name] = value
+            env[node] = graph.create_node("get_attr", name, name=name)
+            env[node].meta = dict(node.meta)
+            continue
+        if node.target is aten.t.default:
+            source = env[node.args[0]]
+            if source.op == "call_function" and source.target is aten.t.default:
+                env[node] = source.args[0]
+                continue
+        copied = graph.node_copy(node, lambda n: env[n])
+        env[node] = copied
+        copied.meta["backward"] = after_loss
+    values = [env[value] if isinstance(value, fx.Node) else value for value in results]
+    graph.output(values)
+    _remove_unused(graph)
+    return graph, constants
+
+
+def _writes_back_state(node: fx.Node, env: dict[fx.Node, Any], labels: Sequence[str]) -> bool:
+    """Whether this is functionalization's closing `copy_` into a buffer: its new value is an output anyway."""
+    if node.target is not aten.copy_.default:
+        return False
+    target = env[node.args[0]]
+    return target.op == "placeholder" and not target.name.startswith("batch_")
+
+
+def _live_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose result or effect matters."""
+    live: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        if node in live or has_effect(node):
+            live.add(node)
+            live.update(node.all_input_nodes)
+    return live
+
+
+def has_effect(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    # An unused draw still moves the generator, as it does in eager.
+    return is_mutating(node) or node.is_impure() or is_random(node.target, node.args, node.kwargs)
+
+
+def _remove_unused(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if not node.users and not has_effect(node):
+            graph.erase_node(node)
+
+
+def _identifier(label: str) -> str:
+    name = re.sub(r"\W", "_", label)
+    return name if name.isidentifier() else f"p_{name}"
+

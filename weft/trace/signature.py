@@ -1,0 +1,137 @@
+"""What a traced graph depends on besides parameter values: the batch's structure and the state around the call.
+
+`split_batch` takes a batch apart into tensors and a hashable rest; `signature` adds everything else that forward may
+branch on. Two calls with equal signatures may share one graph.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import enum
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft._torch import pytree
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+
+
+def _register(kind: type) -> None:
+    """Teach pytree about a batch type that it treats as a leaf: dict wrappers and dataclasses."""
+    if issubclass(kind, collections.UserDict):
+
+        def flatten(value: Any) -> tuple[list[Any], Any]:
+            return list(value.data.values()), (tuple(value.data), _Shell(value))
+
+        def unflatten(children: Any, context: Any) -> Any:
+            keys, shell = context
+            value = copy.copy(shell.value)
+            value.data = dict(zip(keys, children, strict=True))
+            return value
+
+    else:
+        names = [field.name for field in dataclasses.fields(kind)]
+
+        def flatten(value: Any) -> tuple[list[Any], Any]:
+            return [getattr(value, name) for name in names], _Shell(value)
+
+        def unflatten(children: Any, context: Any) -> Any:
+            value = copy.copy(context.value)
+            for name, child in zip(names, children, strict=True):
+                object.__setattr__(value, name, child)
+            return value
+
+    pytree.register_pytree_node(kind, flatten, unflatten)
+
+
+class _Shell:
+    """Carries an instance to copy from; equal to every other, since only the children tell batches apart."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shell) and type(self.value) is type(other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSpec:
+    """The batch without its tensors; `join` puts tensors back in."""
+
+    tree: Any
+    plain: tuple[Any, ...]  # one entry a leaf: the plain value, or TENSOR
+
+    def join(self, tensors: Sequence[torch.Tensor]) -> Any:
+        waiting = iter(tensors)
+        leaves = [next(waiting) if value is TENSOR else value[1] for value in self.plain]
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+TENSOR = "tensor"
+
+
+def split_batch(batch: Any) -> tuple[list[torch.Tensor], BatchSpec]:
+    """The tensors of a batch, and everything else as one hashable value."""
+    while True:
+        leaves, tree = pytree.tree_flatten(batch)
+        unknown = {
+            type(leaf)
+            for leaf in leaves
+            if isinstance(leaf, collections.UserDict)
+            or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and not isinstance(leaf, PLAIN))
+        }
+        if not unknown:
+            break
+        for kind in unknown:
+            _register(kind)
+    tensors: list[torch.Tensor] = []
+    plain: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            plain.append(TENSOR)
+        elif isinstance(leaf, PLAIN):
+            # 1, 1.0 and True are equal in Python but not to a model, so the type is part of the value.
+            plain.append((type(leaf), leaf))
+        else:
+            raise TypeError(
+                f"the batch holds a {type(leaf).__module__}.{type(leaf).__qualname__}; weft takes tensors and plain "
+                "values (numbers, strings, None) in dicts, lists, tuples and dataclasses. Convert it to a tensor "
+                "before the call, for instance with torch.as_tensor."
+            )
+    return tensors, BatchSpec(tree, tuple(plain))
+
+
+def tensor_key(tensor: torch.Tensor) -> Hashable:
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _autocast_state(device_type: str) -> Hashable:
+    kinds = dict.fromkeys(("cpu", device_type))
+    return tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds)
+
+
+def signature(
+    tensors: Sequence[torch.Tensor],
+    spec: BatchSpec,
+    modules: Sequence[nn.Module],
+    device: torch.device,
+    training: bool,
+) -> Hashable:
+    """Everything a trace depends on; equal signatures share a graph."""
+    return (
+        training,
+        tuple(tensor_key(tensor) for tensor in tensors),
+        spec,
+        _autocast_state(device.type),
+        torch.get_default_dtype(),
+        tuple(module.training for module in modules),
+    )
