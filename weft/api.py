@@ -328,6 +328,8 @@ class Step:
             if any(info.master != info.dtype for info in self._infos):
                 raise ValueError(f"precision with a master dtype of its own needs an elementwise optimizer, not {name}")
             return "replicate", [f"replicate: {name} needs whole tensors"]
+        if self._probe.fused:
+            why.append(f"{type(self.optimizer).__name__} runs fused: the same numbers in one pass over memory")
         costs = mode_costs(
             self._infos,
             world=world,
@@ -337,7 +339,7 @@ class Step:
         )
         if options.mode != "auto":
             cost = next(cost for cost in costs if cost.mode == options.mode)
-            return options.mode, ["as asked for", _describe_cost(cost)]
+            return options.mode, [*why, "as asked for:", _describe_cost(cost)]
         budget = budget_bytes(options.memory, self._device)
         if world == 1:
             chosen = costs[0]
@@ -459,7 +461,7 @@ class Step:
         for bucket in layout.buckets:
             flat = flatten(bucket, values)
             collectives.broadcast(flat, f"the first values of {bucket.describe()}")
-            state = BucketState(bucket, collectives.rank, flat, elementwise)
+            state = BucketState(bucket, collectives.rank, flat, elementwise, fused=self._probe.fused)
             del flat
             for slot in bucket.slots:
                 values[slot.parameter] = torch.empty(0)

@@ -101,6 +101,7 @@ class _Emitter:
             else:
                 self.staging.setdefault(gradient, []).append((bucket, slot))
                 self.to_stage[bucket] += 1
+        self.results: dict[fx.Node, fx.Node] = {}
         self.cleared: set[int] = set()
         self.to_reduce = [] if variant == "evaluate" else list(layout.reduce_order)
         self.reduced: list[int] = []
@@ -214,9 +215,7 @@ class _Emitter:
             if node.op == "output":
                 break
             if node.meta.get("backward") and not self.in_backward:
-                self.finish_phase("forward")
-                self.in_backward = True
-                self.stage_early_gradients()
+                self.enter_backward()
             self.copy(node)
             if node in self.staging:
                 self.stage(node)
@@ -237,6 +236,12 @@ class _Emitter:
         return step
 
     # ---- gradients ----
+
+    def enter_backward(self) -> None:
+        self.keep_results()
+        self.finish_phase("forward")
+        self.in_backward = True
+        self.stage_early_gradients()
 
     def stage_early_gradients(self) -> None:
         """Gradients that are inputs or were computed by forward: nothing in backward produces them."""
@@ -317,8 +322,7 @@ class _Emitter:
     def close(self) -> None:
         if self.variant != "evaluate":
             if not self.in_backward:
-                self.finish_phase("forward")
-                self.in_backward = True
+                self.enter_backward()
             for gradient in list(self.staging):
                 self.stage(gradient)
             self.reduce_full_buckets()
@@ -330,6 +334,7 @@ class _Emitter:
             if self.updates:
                 self.close_step()
         else:
+            self.keep_results()
             self.finish_phase("forward")
         self.outputs()
 
@@ -345,23 +350,23 @@ class _Emitter:
             for bucket in self.to_update:
                 self.update(bucket)
 
-    def outputs(self) -> None:
-        written = [(i, node) for i, node in enumerate(self.trace.written) if node is not None]
-        if written:
-            values = tuple(self.own(self.value_of(node)) for _, node in written)
-            self.add(g.write_buffers, tuple(i for i, _ in written), values)
-        results = [self.trace.loss, *self.trace.extras]
-        self.graph.output(
-            tuple(self.own(self.value_of(value)) if isinstance(value, fx.Node) else value for value in results)
-        )
-
-    def own(self, value: fx.Node) -> fx.Node:
-        """A value that leaves the program must not lie in memory that the step changes: a parameter's, a buffer's."""
+    def keep_results(self) -> None:
+        """At the end of forward: results must not lie in memory that the step changes, a parameter's or a buffer's."""
         changing = {s for node in (*self.trace.parameters, *self.trace.buffers) for s in storages(node)}
-        if not storages(value) & changing:
-            return value
-        copied = self.graph.call_function(torch.ops.aten.clone.default, (value,))
-        return written_by(copied, "shard")
+        for node in (self.trace.loss, *self.trace.extras, *self.trace.written):
+            if isinstance(node, fx.Node):
+                value = self.value_of(node)
+                if storages(value) & changing:
+                    value = self.graph.call_function(torch.ops.aten.clone.default, (value,))
+                    written_by(value, "shard")
+                self.results[node] = value
+
+    def outputs(self) -> None:
+        written = [(index, self.results[node]) for index, node in enumerate(self.trace.written) if node is not None]
+        if written:
+            self.add(g.write_buffers, tuple(index for index, _ in written), tuple(value for _, value in written))
+        results = [self.trace.loss, *self.trace.extras]
+        self.graph.output(tuple(self.results[v] if isinstance(v, fx.Node) else v for v in results))
 
     def summary(self) -> str:
         counts = Counter(node.target for node in self.graph.nodes)

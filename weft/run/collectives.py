@@ -68,13 +68,6 @@ class Local:
     def wait(self, pending: Pending, what: str) -> None:
         pending.wait()
 
-    def barrier(self, what: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class Distributed(Local):
     """Several ranks; `Gloo` and `Nccl` differ in the reduce-scatter and in what a wait means."""
 
@@ -84,17 +77,7 @@ class Distributed(Local):
         self.world = len(self.ranks)
         self.timeout = timeout
         self.name = dist.get_backend(group)
-        whole_world = self.world == dist.get_world_size()
-
-        def own_group(backend: str | None = None) -> dist.ProcessGroup:
-            return dist.new_group(
-                self.ranks, timeout=timeout, backend=backend, use_local_synchronization=not whole_world
-            )
-
-        self.gathers = own_group()
-        self.reductions = own_group()
-        # Control messages are CPU tensors that the program branches on; a GPU's stream must not be waited for.
-        self.control = own_group("gloo")
+        self.gathers, self.reductions, self.control = _own_groups(group, timeout)
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         return all_gather(full, shard, self.gathers)
@@ -118,9 +101,6 @@ class Distributed(Local):
         self._named(lambda: dist.all_gather_object(found, value, group=self.control), "what every rank holds")
         return found
 
-    def barrier(self, what: str) -> None:
-        self._named(lambda: self.start_reach(torch.zeros(1)).wait(), what)
-
     def wait(self, pending: Pending, what: str) -> None:
         self._named(pending.wait, what)
 
@@ -140,9 +120,24 @@ class Distributed(Local):
         assert pending is not None
         return pending
 
-    def close(self) -> None:
-        for group in (self.gathers, self.reductions, self.control):
-            dist.destroy_process_group(group)
+
+_groups: list[tuple[dist.ProcessGroup, timedelta, tuple[dist.ProcessGroup, ...]]] = []
+
+
+def _own_groups(group: dist.ProcessGroup, timeout: timedelta) -> tuple[dist.ProcessGroup, ...]:
+    """Groups for gathers, reductions and control messages over the ranks of a group; made once for all steps."""
+    for known, known_timeout, made in _groups:
+        if known is group and known_timeout == timeout:
+            return made
+    ranks = dist.get_process_group_ranks(group)
+    everyone = len(ranks) == dist.get_world_size()
+    made = tuple(
+        # Control messages are CPU tensors that the program branches on; a GPU's stream must not be waited for.
+        dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not everyone)
+        for backend in (None, None, "gloo")
+    )
+    _groups.append((group, timeout, made))
+    return made
 
 
 class Gloo(Distributed):

@@ -24,6 +24,7 @@ class Probe:
     elementwise: bool
     why_not: str
     state_elements: float  # elements of state per parameter element
+    fused: bool  # the user left the implementation open, and the fused one gives the same numbers
 
 
 def shadow(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -49,38 +50,58 @@ def run_step(twin: torch.optim.Optimizer, options: Mapping[str, Any], tensors: S
 
 
 def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> Probe:
-    """Try the optimizer on a small matrix whole and cut in two flat pieces: elementwise means the same numbers."""
+    """Try the optimizer on a small matrix whole and cut in two flat pieces: elementwise means the same numbers.
+
+    Where the user left `fused` and `foreach` open, the fused implementation is tried too: it reads memory once.
+    """
     options = group_options(optimizer.param_groups[0])
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(8, 32, generator=generator)
-    whole = [values.clone().to(device)]
-    pieces = [piece.clone().to(device) for piece in values.flatten().split(128)]
-    twins = (shadow(optimizer), shadow(optimizer))
-    # Adagrad fills its state when it is constructed; shadows must start from the same values.
-    initial = next((state for state in optimizer.state.values() if state), None)
     try:
-        for twin, tensors in zip(twins, (whole, pieces), strict=True):
-            for tensor in tensors:
-                if initial is not None and "sum" in initial:
-                    twin.state[tensor] = {
-                        key: torch.zeros_like(tensor) if value.dim() else torch.zeros_like(value)
-                        for key, value in initial.items()
-                        if isinstance(value, torch.Tensor)
-                    }
-        for _ in range(3):
-            gradient = torch.randn(8, 32, generator=generator).to(device)
-            whole[0].grad = gradient
-            for piece, part in zip(pieces, gradient.flatten().split(128), strict=True):
-                piece.grad = part.clone()
-            for twin, tensors in zip(twins, (whole, pieces), strict=True):
-                run_step(twin, options, tensors)
+        whole, elements = _trial(optimizer, options, (8, 32), device)
+        pieces, _ = _trial(optimizer, options, (2, 128), device)
     except Exception as error:
-        return Probe(False, f"{type(error).__name__}: {error}", 2.0)
-    together = torch.cat(pieces).view(8, 32)
-    elements = sum(v.numel() for s in twins[0].state.values() for v in s.values() if isinstance(v, torch.Tensor))
-    if not torch.allclose(together, whole[0], rtol=1e-5, atol=1e-7):
-        return Probe(False, "a matrix and its halves are updated differently", elements / values.numel())
-    return Probe(True, "", float(elements // values.numel()))
+        return Probe(False, f"{type(error).__name__}: {error}", 2.0, False)
+    if not torch.allclose(pieces, whole, rtol=1e-9, atol=1e-12):
+        return Probe(False, "a matrix and its halves are updated differently", elements, False)
+    fused = False
+    if _open_to_fusing(options):
+        try:
+            result, _ = _trial(optimizer, {**options, "fused": True}, (2, 128), device)
+            fused = torch.allclose(result, whole, rtol=1e-9, atol=1e-12)
+        except Exception:
+            fused = False  # not every optimizer has one, nor one for every device
+    return Probe(True, "", float(int(elements)), fused)
+
+
+def _open_to_fusing(options: Mapping[str, Any]) -> bool:
+    left_open = "fused" in options and options["fused"] is None and options.get("foreach") is None
+    return left_open and not options.get("capturable") and not options.get("differentiable")
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, float]:
+    """Three steps on 256 numbers: one 8 x 32 matrix, or two flat pieces of 128. Returns them, and state per element."""
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(256, generator=generator, dtype=torch.float64).to(device) for _ in range(4)]
+
+    def cut(values: torch.Tensor) -> list[torch.Tensor]:
+        pieces = [values] if shape == (8, 32) else list(values.split(shape[1]))
+        return [piece.clone().view(8, 32) if shape == (8, 32) else piece.clone() for piece in pieces]
+
+    tensors = cut(draws[0])
+    twin = shadow(optimizer)
+    # Adagrad fills its state when it is constructed; shadows start from zeros instead.
+    initial = next((state for state in optimizer.state.values() if "sum" in state), {})
+    for tensor in tensors if initial else ():
+        twin.state[tensor] = {
+            key: torch.zeros_like(tensor) if value.dim() else torch.zeros_like(value) for key, value in initial.items()
+        }
+    for gradients in draws[1:]:
+        for tensor, gradient in zip(tensors, cut(gradients), strict=True):
+            tensor.grad = gradient
+        run_step(twin, options, tensors)
+    kept = sum(v.numel() for s in twin.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+    return torch.cat([tensor.flatten() for tensor in tensors]), kept / 256
 
 
 @dataclass
@@ -96,8 +117,12 @@ class Segment:
 class BucketOptimizer:
     """The optimizer's update of what this rank owns of one bucket."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, bucket: Bucket, owned: slice, master: torch.Tensor) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, bucket: Bucket, owned: slice, master: torch.Tensor, *, fused: bool
+    ) -> None:
         assert bucket.group is not None
+        # Fused updates round differently; who computes in double wants the bits that eager gives.
+        self.fused = fused and master.dtype is not torch.float64
         self.bucket = bucket
         self.owned = owned
         self.master = master
@@ -139,7 +164,7 @@ class BucketOptimizer:
             if isinstance(value, torch.Tensor) and value.dim() == 1:
                 flat = torch.zeros(stop - start, dtype=value.dtype, device=self.master.device)
                 for parameter, piece_start, piece_stop in run:
-                    flat[piece_start - start : piece_stop - start] = states[parameter][key]
+                    flat[piece_start - start : piece_stop - start].copy_(states[parameter][key])
                 state[key] = flat
             else:
                 state[key] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -155,6 +180,8 @@ class BucketOptimizer:
         for segment in active:
             segment.tensor.grad = gradient[segment.start : segment.stop]
         if active:
+            if self.fused and _open_to_fusing(options):
+                options = {**options, "fused": True}
             run_step(self.twin, options, [segment.tensor for segment in active])
         for segment in active:
             segment.tensor.grad = None
@@ -199,10 +226,14 @@ class BucketOptimizer:
             pieces[slot.parameter] = {
                 key: _flatten_like(value, slot)[start - slot.offset : stop - slot.offset]
                 if isinstance(value, torch.Tensor) and value.dim() > 0
-                else value
+                else self._scalar(value)
                 for key, value in full.items()
             }
         self._build(pieces)
+
+    def _scalar(self, value: Any) -> Any:
+        """Fused updates want their step counter on the device."""
+        return value.to(self.master.device) if self.fused and isinstance(value, torch.Tensor) else value
 
 
 def _flatten_like(value: torch.Tensor, slot: Any) -> torch.Tensor:

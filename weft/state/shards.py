@@ -16,7 +16,15 @@ class BucketState:
     `full`, so that an update is seen without a copy.
     """
 
-    def __init__(self, bucket: Bucket, rank: int, flat: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        rank: int,
+        flat: torch.Tensor,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        fused: bool = False,
+    ) -> None:
         self.bucket = bucket
         self.own = bucket.slice(rank) if bucket.scatter else slice(0, bucket.numel)
         same = bucket.compute == bucket.master
@@ -31,7 +39,7 @@ class BucketState:
         if self.full is not None:
             self.views = tuple(slot.view(self.full) for slot in bucket.slots)
         self.optimizer = (
-            BucketOptimizer(optimizer, bucket, self.own, self.master)
+            BucketOptimizer(optimizer, bucket, self.own, self.master, fused=fused)
             if optimizer is not None and bucket.trained
             else None
         )
