@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import inspect
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft._torch import mark_stepped, parameter_hooks, plain_tensor_access, storage_key
+from weft._torch import mark_stepped, plain_tensor_access, pytree
 from weft.errors import ShardedError
 from weft.graph import StepGraph, Variant
 from weft.options import Options, Precision, budget_bytes, check_options
@@ -25,10 +26,11 @@ from weft.run.collectives import Local, connect
 from weft.run.executor import Executor, Program
 from weft.state import checkpoint
 from weft.state.budget import ModeCost, choose_mode, mode_costs
+from weft.state.checks import buffer_slots, check_model, check_optimizer, dense_stride
 from weft.state.layout import Layout, ParameterInfo, make_layout
 from weft.state.optimizer import Probe, group_options, probe
 from weft.state.parameters import manage, placeholder, unguarded
-from weft.state.shards import BucketState, flatten
+from weft.state.shards import BucketState, flatten, return_freed_memory
 from weft.trace.capture import Loss, ParameterSpec, Trace, capture, default_loss
 from weft.trace.randomness import device_generator
 from weft.trace.signature import BatchSpec, signature, split_batch, tensor_key
@@ -108,8 +110,8 @@ class Step:
         self._loss, self._options = loss, options
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = [parameter for _, parameter in model.named_parameters()]
-        self._device = _check_model(model)
-        self._group_of = _check_optimizer(model, optimizer)
+        self._device = check_model(model)
+        self._group_of = check_optimizer(model, optimizer)
         self._trained = [
             index in self._group_of and parameter.requires_grad for index, parameter in enumerate(self._parameters)
         ]
@@ -117,7 +119,7 @@ class Step:
             raise ValueError("the optimizer holds no parameter that requires grad: there is nothing to train")
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
         self._modules = list(model.modules())
-        self._buffer_slots = _buffer_slots(model)
+        self._buffer_slots = buffer_slots(model)
         self._probe: Probe = probe(optimizer, self._device)
         self._collectives: Local = connect(self._device, options.mesh, options.timeout)
         atexit.register(self._close)
@@ -146,7 +148,9 @@ class Step:
         """Forward, backward, reduction and update; returns this rank's loss, averaged over micro-batches."""
         self._check_usable()
         if not torch.is_grad_enabled():
-            raise RuntimeError("step(batch) was called under torch.no_grad(); use step.evaluate(batch) to get a loss only")
+            raise RuntimeError(
+                "step(batch) was called under torch.no_grad(); use step.evaluate(batch) to get a loss only"
+            )
         micro_batches = self._micro_batches(batch)
         entries = [self._entry(micro_batch, training=True) for micro_batch in micro_batches]
         executor = self._materialised(entries[0][0])
@@ -213,8 +217,7 @@ class Step:
         for index, entry in enumerate(self._plan_of):
             programs.setdefault(self._variant(index), self._program(entry, self._variant(index)).step)
         arena = max(self._program(e, self._variant(i)).placement.nbytes for i, e in enumerate(self._plan_of))
-        states = self._executor.states if self._executor else []
-        kept = sum(state.nbytes() for state in states)
+        kept = sum(bucket.kept_bytes(self._probe.state_elements) for bucket in self._layout.buckets)
         return Plan(self._mode, self._layout, programs, tuple(self._why), kept, arena)
 
     @property
@@ -304,7 +307,7 @@ class Step:
                     index=index,
                     name=name,
                     shape=tuple(parameter.shape),
-                    stride=_dense_stride(parameter),
+                    stride=dense_stride(parameter),
                     numel=parameter.numel(),
                     dtype=parameter.dtype,
                     group=self._group_of[index] if self._trained[index] else None,
@@ -487,6 +490,8 @@ class Step:
             random_state=self._random_state,
         )
         self._remember_pointers()
+        del values
+        return_freed_memory()
         return self._executor
 
     def _guard(self, state: BucketState) -> None:
@@ -505,8 +510,8 @@ class Step:
 
     def _refuse_sharded(self, name: str) -> None:
         raise ShardedError(
-            f"{name} is used outside step.gathered(), and this rank does not hold its values there "
-            f"(mode {self._mode!r}). Write `with step.gathered() as model:` around the use, on all ranks; for a loss use "
+            f"{name} is used outside step.gathered(), and this rank does not hold its values there (mode "
+            f"{self._mode!r}). Write `with step.gathered() as model:` around the use, on all ranks; for a loss use "
             "step.evaluate(batch), for a checkpoint step.state_dict()"
         )
 
@@ -609,7 +614,7 @@ class Step:
         step = type(self.optimizer).step
         with plain_tensor_access():
             if _needs_closure(step):
-                step(self.optimizer, closure)
+                step(self.optimizer, closure)  # type: ignore[arg-type]  # torch itself returns tensors
             else:
                 set_gradients()
                 step(self.optimizer)
@@ -669,8 +674,6 @@ class Step:
         return found
 
     def _extras(self, trace: Trace, output: Sequence[Any]) -> Any:
-        from weft._torch import pytree
-
         return pytree.tree_unflatten(list(output[1:]), trace.extras_spec)
 
     def _name_of(self, parameter: torch.Tensor) -> str:
@@ -690,77 +693,6 @@ class Step:
                 self._failed = "closed"
 
 
-# ---- checks at compile ---------------------------------------------------------------------------------------------
-
-
-def _check_model(model: nn.Module) -> torch.device:
-    """The model's device; raises for what cannot be trained."""
-    parameters = dict(model.named_parameters())
-    if not parameters:
-        raise ValueError("the model has no parameters")
-    devices = {parameter.device: name for name, parameter in parameters.items()}
-    if len(devices) > 1:
-        seen = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(f"the model's parameters are on several devices ({seen}); move it to one before weft.compile")
-    device = next(iter(devices))
-    if device.type == "meta":
-        raise ValueError(
-            "the model is on the meta device; this version needs real parameters: build it on its device, or call "
-            "model.to_empty(device=...) and initialise it"
-        )
-    owners: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        if parameter_hooks(parameter):
-            raise ValueError(
-                f"{name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), which a compiled step "
-                "would not run; remove it, or change the gradient in the loss function or with a module hook"
-            )
-        if parameter.numel() and storage_key(parameter) in owners:
-            raise ValueError(
-                f"{owners[storage_key(parameter)]} and {name} share memory without being one parameter; tie them by "
-                "assigning the same nn.Parameter to both modules"
-            )
-        owners[storage_key(parameter)] = name
-    return device
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The parameter group of each parameter that the optimizer holds."""
-    index = {id(parameter): i for i, (_, parameter) in enumerate(model.named_parameters())}
-    group_of: dict[int, int] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in index:
-                raise ValueError(
-                    f"the optimizer's group {number} holds a parameter of shape {list(parameter.shape)} that is not one of "
-                    "the model's: construct the optimizer from the parameters of the model that is compiled"
-                )
-            group_of[index[id(parameter)]] = number
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise ValueError("the optimizer has step hooks, which a compiled step would not run; remove them")
-    return group_of
-
-
-def _buffer_slots(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Where each buffer hangs: buffers may be rebound, so they are looked up at every step."""
-    modules = dict(model.named_modules())
-    found = []
-    for name, _ in model.named_buffers():
-        path, _, attribute = name.rpartition(".")
-        found.append((name, modules[path], attribute))
-    return found
-
-
-def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own strides if it is dense (channels_last stays so), else contiguous ones."""
-    expected = 1
-    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: pair[1]):
-        if size != 1 and stride != expected:
-            return torch.empty(parameter.shape, device="meta").stride()
-        expected *= size
-    return parameter.stride()
-
-
 def _seeded_state(device: torch.device, seed: int) -> torch.Tensor:
     """The state in which `torch.manual_seed(seed)` would leave the device's generator."""
     generator = device_generator(device)
@@ -772,8 +704,6 @@ def _seeded_state(device: torch.device, seed: int) -> torch.Tensor:
 
 
 def _needs_closure(step: Any) -> bool:
-    import inspect
-
     parameter = inspect.signature(step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 

@@ -1,4 +1,4 @@
-"""The step graph: the traced ATen ops plus the nodes below. Passes, validator, executor and report share this vocabulary.
+"""The step graph: traced ATen ops plus the nodes below, the vocabulary of passes, validator, executor and report.
 
 Node order is launch order. Each function here only hands on to the `run` it is given, which the executor supplies; a
 graph can be read, moved about and checked without one.

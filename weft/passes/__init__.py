@@ -1,1 +1,1 @@
-"""Rewrites of the step graph, one file each. A pass is a function of a StepGraph; any but `shard` can be switched off."""
+"""Rewrites of the step graph, one file each: functions of a StepGraph. Any but `shard` can be switched off."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+
 from weft import graph as g
 from weft.graph import StepGraph, bucket_of
 from weft.state.arena import Lease, Placement, place
 from weft.state.layout import Bucket
 
 STAGING = (g.clear, g.staged, g.stage)
+GATHERED = ("gathered", "regathered")  # a bucket may be gathered twice in a program
 
 
 def placement(step: StepGraph, *, receives: bool) -> Placement:
-    """Offsets of the transient buffers. `receives`: a reduce-scatter needs a second buffer as large as the staged one."""
+    """Offsets of the transient buffers. `receives`: a reduce-scatter needs a second buffer, for others' parts."""
     return place(leases(step, receives=receives))
 
 
@@ -25,46 +28,62 @@ def result_kind(step: StepGraph, bucket: Bucket, *, receives: bool) -> str:
 
 
 def leases(step: StepGraph, *, receives: bool) -> list[Lease]:
-    """One lease a buffer: ("gathered" | "staged" | "received" | "slice", bucket)."""
-    spans: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    """One lease a buffer: ("gathered" | "regathered" | "staged" | "received" | "slice", bucket)."""
+    spans: dict[tuple[str, int], tuple[int, int]] = {}
     results: dict[int, str] = {}
+
+    def use(kind: str, bucket: int, position: int) -> None:
+        spans[kind, bucket] = (spans.get((kind, bucket), (position, 0))[0], position)
+
     for position, node in enumerate(step.graph.nodes):
         if not g.is_step_node(node):
             continue
         if node.target in (g.norm, g.await_norm, g.update_whole):
             for index, kind in results.items():
-                _extend(spans, (kind, index), position)
+                use(kind, index, position)
             continue
         if node.target not in (g.gather, g.release, g.reduce, g.await_reduce, g.update, *STAGING):
             continue
         bucket = step.layout.buckets[bucket_of(node)]
         if node.target is g.gather:
             if bucket.sharded:
-                spans.setdefault(("gathered", bucket.index), []).append((position, len(step.graph.nodes)))
+                use("regathered" if ("gathered", bucket.index) in spans else "gathered", bucket.index, position)
         elif node.target is g.release:
-            start, _ = spans[("gathered", bucket.index)].pop()
-            spans[("gathered", bucket.index)].append((start, position))
+            use("regathered" if ("regathered", bucket.index) in spans else "gathered", bucket.index, position)
         elif node.target is g.update:
-            _extend(spans, (results[bucket.index], bucket.index), position)
+            use(results[bucket.index], bucket.index, position)
         else:
-            _extend(spans, ("staged", bucket.index), position)
+            use("staged", bucket.index, position)
             if node.target is not g.reduce and node.target is not g.await_reduce:
                 continue
             if bucket.scatter and receives:
-                _extend(spans, ("received", bucket.index), position)
+                use("received", bucket.index, position)
             if node.target is g.await_reduce:
                 results[bucket.index] = result_kind(step, bucket, receives=receives)
-                _extend(spans, (results[bucket.index], bucket.index), position)
+                use(results[bucket.index], bucket.index, position)
     result = []
-    for (kind, index), found in spans.items():
+    for (kind, index), (start, stop) in spans.items():
         bucket = step.layout.buckets[index]
         whole_sum = kind == "staged" and step.accumulate > 1 and not bucket.reduce_often
         if bucket.dormant or kind == "sum" or whole_sum:
             continue  # these live outside the arena
-        dtype = bucket.compute if kind == "gathered" else bucket.reduce
-        size = bucket.slice_numel if kind == "slice" else bucket.numel
-        result.append(Lease((kind, index), size * dtype.itemsize, tuple(found)))
+        nbytes = buffer_numel(kind, bucket) * buffer_dtype(kind, bucket).itemsize
+        result.append(Lease((kind, index), nbytes, start, stop))
     return result
+
+
+def buffer_dtype(kind: str, bucket: Bucket) -> torch.dtype:
+    return bucket.compute if kind in GATHERED else bucket.reduce
+
+
+def buffer_numel(kind: str, bucket: Bucket) -> int:
+    """Elements of a transient buffer of a bucket."""
+    return {"slice": bucket.slice_numel, "received": received_numel(bucket)}.get(kind, bucket.numel)
+
+
+def received_numel(bucket: Bucket) -> int:
+    """What the other ranks send of this rank's slice."""
+    return bucket.numel - bucket.slice_numel
 
 
 def _extend(spans: dict[tuple[str, int], list[tuple[int, int]]], key: tuple[str, int], position: int) -> None:

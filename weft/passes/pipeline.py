@@ -15,9 +15,7 @@ from weft.trace.capture import Trace
 PASSES = {"prefetch": prefetch, "stage_in_place": stage_in_place}
 
 
-def build_program(
-    trace: Trace, layout: Layout, options: Options, variant: Variant, *, whole_update: bool
-) -> StepGraph:
+def build_program(trace: Trace, layout: Layout, options: Options, variant: Variant, *, whole_update: bool) -> StepGraph:
     """One micro-step program, validated."""
     step = shard(
         trace,

@@ -72,6 +72,7 @@ class _Emitter:
         self.awaited: dict[tuple[int, str], fx.Node] = {}
         self.resident: dict[int, fx.Node] = {}
         self.in_backward = False
+        self.now = 0  # the position in the trace that emission has reached
         self.updates = variant in ("only", "last")
 
         self.bucket_of: dict[fx.Node, tuple[Bucket, int]] = {}
@@ -194,14 +195,15 @@ class _Emitter:
     def copy(self, node: fx.Node) -> None:
         arguments = {source: self.value_of(source) for source in node.all_input_nodes}
         key = node.meta.get("random_key")
-        repeated = key is not None and self.draws[key] > 1
-        if repeated:
-            self.add(g.rewind_random if key in self.kept else g.keep_random, key)
-        self.env[node] = self.graph.node_copy(node, lambda n: arguments[n])
-        if repeated and key in self.kept:
-            self.add(g.resume_random)
-        if repeated:
+        again = key is not None and key in self.kept
+        if again:
+            self.add(g.rewind_random, key)
+        elif key is not None and self.draws[key] > 1:
+            self.add(g.keep_random, key)
             self.kept.add(key)
+        self.env[node] = self.graph.node_copy(node, lambda n: arguments[n])
+        if again:
+            self.add(g.resume_random)
 
     def emit(self) -> StepGraph:
         for index, node in enumerate(self.trace.parameters):
@@ -217,10 +219,10 @@ class _Emitter:
             if node.meta.get("backward") and not self.in_backward:
                 self.enter_backward()
             self.copy(node)
+            self.now = self.position[node]
             if node in self.staging:
                 self.stage(node)
             self.reduce_full_buckets()
-            self.update_finished(self.position[node])
         self.close()
         step = StepGraph(
             graph=self.graph,
@@ -282,14 +284,15 @@ class _Emitter:
             return
         if entry.dormant:
             self.know_reach()
+        self.finish_oldest()
         self.add(g.reduce, bucket)
         self.reduced.append(bucket)
 
-    def update_finished(self, position: int) -> None:
-        """Keep at most two reductions in flight, as far as readers of the parameters allow."""
-        while len(self.reduced) > IN_FLIGHT:
+    def finish_oldest(self) -> None:
+        """Keep at most two reductions in flight, as far as later readers of the parameters allow."""
+        while len(self.reduced) >= IN_FLIGHT:
             bucket = self.reduced[0]
-            read_later = self.last_use.get(bucket, -1) > position and not self.layout.buckets[bucket].sharded
+            read_later = self.last_use.get(bucket, -1) > self.now and not self.layout.buckets[bucket].sharded
             if read_later and self.updates and not self.updates_at_end:
                 return
             self.finish(self.reduced.pop(0))

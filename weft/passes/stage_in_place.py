@@ -47,9 +47,7 @@ def _replace(step: StepGraph, stage: fx.Node) -> bool:
         return False
     with step.graph.inserting_before(producer):
         shape, stride = tuple(made.shape), tuple(made.stride())
-        place = g.add_step_node(
-            step.graph, g.staged, run, bucket_index, slot_index, shape, stride, by="stage_in_place"
-        )
+        place = g.add_step_node(step.graph, g.staged, run, bucket_index, slot_index, shape, stride, by="stage_in_place")
         out = OUT_VARIANTS[producer.target]  # type: ignore[index]
         written = step.graph.call_function(out, producer.args, {**producer.kwargs, "out": place})
     written_by(written, "stage_in_place")

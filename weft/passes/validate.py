@@ -1,7 +1,7 @@
 """Check a step graph against the rules that every schedule must keep, whichever passes made it.
 
-The rules are about the node vocabulary alone, so a pass that is added later is checked by the same code. `check` returns
-every violation as a sentence; `validate` raises if there is one.
+The rules are about the node vocabulary alone, so a pass that is added later is checked by the same code. `check`
+returns every violation as a sentence; `validate` raises if there is one.
 """
 
 from __future__ import annotations
@@ -281,9 +281,7 @@ class _Checker:
             left = sorted(set(self.gathered) | {b for b in self.gathering if layout.buckets[b].sharded})
             self.problems.append(f"the gathered memory of buckets {left} is not released")
         if step.updates and not step.whole_update and self.updated != set(layout.reduce_order):
-            self.problems.append(
-                f"buckets {sorted(set(layout.reduce_order) - self.updated)} are not updated"
-            )
+            self.problems.append(f"buckets {sorted(set(layout.reduce_order) - self.updated)} are not updated")
         if step.updates and step.whole_update and not self.updated_whole:
             self.problems.append("nothing is updated")
         after = self.gathering | (set() if step.updates else self.maybe_in_flight)

@@ -8,7 +8,7 @@ what.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -34,14 +34,16 @@ class Local:
     """One process: a gather is a copy, a reduction nothing."""
 
     rank, world, name = 0, 1, "one process"
-    receives = False  # whether a reduce-scatter needs a second buffer as large as the staged one
+    receives = False  # whether a reduce-scatter needs a second buffer, for the other ranks' parts of this one's slice
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int = 0) -> Pending:
+        """Start bringing all ranks' shards together. Messages of gathers in flight together are told apart by tag."""
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
         return Done()
 
-    def reduce_scatter(self, received: torch.Tensor | None, staged: torch.Tensor) -> Pending:
+    def reduce_scatter(self, received: torch.Tensor | None, staged: torch.Tensor, tag: int = 0) -> Pending:
+        """Start bringing the parts of this rank's slice together."""
         return Done()
 
     def scattered(self, received: torch.Tensor | None, staged: torch.Tensor) -> torch.Tensor:
@@ -68,8 +70,9 @@ class Local:
     def wait(self, pending: Pending, what: str) -> None:
         pending.wait()
 
+
 class Distributed(Local):
-    """Several ranks; `Gloo` and `Nccl` differ in the reduce-scatter and in what a wait means."""
+    """Several ranks; `Gloo` and `Nccl` differ in gathers, reduce-scatters and in what a wait means."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self.ranks = dist.get_process_group_ranks(group)
@@ -78,9 +81,6 @@ class Distributed(Local):
         self.timeout = timeout
         self.name = dist.get_backend(group)
         self.gathers, self.reductions, self.control = _own_groups(group, timeout)
-
-    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        return all_gather(full, shard, self.gathers)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._started(dist.all_reduce(tensor, group=self.reductions, async_op=True))
@@ -140,20 +140,60 @@ def _own_groups(group: dist.ProcessGroup, timeout: timedelta) -> tuple[dist.Proc
     return made
 
 
+class All:
+    """Several messages as one."""
+
+    def __init__(self, parts: list[dist.Work]) -> None:
+        self.parts = parts
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+
 class Gloo(Distributed):
-    """gloo's own reduce-scatter moves twice the bytes it should, so: all-to-all, and a sum in rank order."""
+    """Gathers and reduce-scatters as direct messages between the ranks.
+
+    gloo's own reduce-scatter moves twice the bytes it should, and its all-gather goes through a buffer of its own. With
+    messages the reduction is an all-to-all and a sum in rank order: the same bits for every layout.
+    """
 
     receives = True
 
-    def reduce_scatter(self, received: torch.Tensor | None, staged: torch.Tensor) -> Pending:
+    def _exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Any, tag: int
+    ) -> All:
+        """Send `outgoing[r]` to rank r and receive `incoming[r]` from it; nearest ranks first, in a ring."""
+        works: list[dist.Work | None] = []
+        for distance in range(1, self.world):
+            source = (self.rank - distance) % self.world
+            works.append(dist.irecv(incoming[source], group=group, group_src=source, tag=tag))
+        for distance in range(1, self.world):
+            target = (self.rank + distance) % self.world
+            works.append(dist.isend(outgoing[target], group=group, group_dst=target, tag=tag))
+        return All([self._started(work) for work in works])
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int = 0) -> Pending:
+        parts = full.chunk(self.world)
+        if parts[self.rank].data_ptr() != shard.data_ptr():
+            parts[self.rank].copy_(shard)
+        return self._exchange([shard] * self.world, parts, self.gathers, tag)
+
+    def reduce_scatter(self, received: torch.Tensor | None, staged: torch.Tensor, tag: int = 0) -> Pending:
         assert received is not None
-        return self._started(dist.all_to_all_single(received, staged, group=self.reductions, async_op=True))
+        incoming = list(received.chunk(self.world - 1))
+        incoming.insert(self.rank, staged)  # never used: nobody sends to itself
+        return self._exchange(staged.chunk(self.world), incoming, self.reductions, tag)
 
     def scattered(self, received: torch.Tensor | None, staged: torch.Tensor) -> torch.Tensor:
         assert received is not None
-        parts = received.view(self.world, -1)
+        parts = list(received.chunk(self.world - 1))
         total = parts[0]
-        for part in parts[1:]:
+        own = staged.chunk(self.world)[self.rank]
+        if self.rank == 0:
+            torch.add(own, total, out=total)
+        parts.insert(self.rank, own)
+        for part in parts[2 if self.rank == 0 else 1 :]:
             total.add_(part)
         return total
 
@@ -161,7 +201,10 @@ class Gloo(Distributed):
 class Nccl(Distributed):
     """NCCL's waits order streams and return at once; its own watchdog keeps the timeout."""
 
-    def reduce_scatter(self, received: torch.Tensor | None, staged: torch.Tensor) -> Pending:
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int = 0) -> Pending:
+        return all_gather(full, shard, self.gathers)
+
+    def reduce_scatter(self, received: torch.Tensor | None, staged: torch.Tensor, tag: int = 0) -> Pending:
         size = staged.numel() // self.world
         return reduce_scatter(staged[self.rank * size : (self.rank + 1) * size], staged, self.reductions)
 
@@ -198,4 +241,3 @@ def _backend_for(backend: str, device: torch.device) -> str:
         if kind == device.type:
             return name
     return backend
-

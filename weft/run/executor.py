@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from weft.graph import StepGraph
-from weft.passes.lifetimes import placement
+from weft.passes.lifetimes import GATHERED, buffer_dtype, buffer_numel, placement, received_numel
 from weft.run.collectives import Local, Pending
 from weft.state.arena import Arena
 from weft.state.layout import Bucket, Layout
@@ -31,8 +31,8 @@ class Program:
         self.placement = placement(step, receives=receives)
         self.draws = any("random_key" in node.meta for node in step.graph.nodes)
         self.bound_to: torch.Tensor | None = None
-        self.buffers: dict[str, dict[int, torch.Tensor]] = {"gathered": {}, "staged": {}, "received": {}, "slice": {}}
-        self.gathered_views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.buffers: dict[str, dict[int, torch.Tensor]] = {}
+        self.gathered_views: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
         self.places: dict[tuple[int, int], torch.Tensor] = {}
 
     def bind(self, arena: Arena) -> None:
@@ -42,13 +42,12 @@ class Program:
             return
         self.bound_to = arena.memory
         self.places.clear()
-        for (kind, index), offset in self.placement.offsets.items():  # type: ignore[misc]
+        for (kind, index), offset in self.placement.offsets.items():
             bucket = self.step.layout.buckets[index]
-            dtype = bucket.compute if kind == "gathered" else bucket.reduce
-            view = arena.view(offset, bucket.slice_numel if kind == "slice" else bucket.numel, dtype)
-            self.buffers[kind][index] = view
-            if kind == "gathered":
-                self.gathered_views[index] = tuple(slot.view(view) for slot in bucket.slots)
+            view = arena.view(offset, buffer_numel(kind, bucket), buffer_dtype(kind, bucket))
+            self.buffers.setdefault(kind, {})[index] = view
+            if kind in GATHERED:
+                self.gathered_views[kind, index] = tuple(slot.view(view) for slot in bucket.slots)
 
 
 class Executor:
@@ -78,6 +77,7 @@ class Executor:
         self.parameter_count = parameter_count
         self.program: Program
         self.gathers: dict[int, Pending] = {}
+        self.gathered_as: dict[int, str] = {}  # which of its gathers in this program a bucket is at
         self.reductions: dict[int, Pending] = {}
         self.gradients: dict[int, torch.Tensor] = {}
         # Sums that outlive a micro-step: whole gradients, this rank's slices of reduced ones, dormant buckets' own.
@@ -116,6 +116,7 @@ class Executor:
                 return program.forward(self, *inputs)
         finally:
             self.random_positions.clear()
+            self.gathered_as.clear()
             if generator is not None and outer is not None:
                 self.random_state = generator.get_state()
                 generator.set_state(outer)
@@ -142,14 +143,16 @@ class Executor:
         if not entry.sharded:
             if self._reached(entry):
                 assert state.full is not None
-                self.gathers[bucket] = self.collectives.gather(state.full, state.full[state.own])
+                self.gathers[bucket] = self.collectives.gather(state.full, state.full[state.own], bucket)
             return
-        full = self.program.buffers["gathered"][bucket]
+        kind = "regathered" if bucket in self.gathered_as else "gathered"
+        self.gathered_as[bucket] = kind
+        full = self.program.buffers[kind][bucket]
         shard = state.master
         if entry.compute != entry.master:
             shard = full[state.own]
             shard.copy_(state.master)
-        self.gathers[bucket] = self.collectives.gather(full, shard)
+        self.gathers[bucket] = self.collectives.gather(full, shard, bucket)
 
     def _finish_gather(self, bucket: int) -> None:
         pending = self.gathers.pop(bucket, None)
@@ -159,12 +162,12 @@ class Executor:
     def await_gather(self, bucket: int) -> Sequence[torch.Tensor]:
         self._finish_gather(bucket)
         if self.layout.buckets[bucket].sharded:
-            return self.program.gathered_views[bucket]
+            return self.program.gathered_views[self.gathered_as[bucket], bucket]
         return self.states[bucket].views
 
     def release(self, bucket: int) -> None:
         if self.poison:
-            self.program.buffers["gathered"][bucket].fill_(float("nan"))
+            self.program.buffers[self.gathered_as[bucket]][bucket].fill_(float("nan"))
 
     # ---- gradients ----
 
@@ -211,7 +214,7 @@ class Executor:
             return
         staged = self._staged(bucket)
         if entry.scatter:
-            self.reductions[bucket] = self.collectives.reduce_scatter(self._received(bucket, staged), staged)
+            self.reductions[bucket] = self.collectives.reduce_scatter(self._received(bucket, staged), staged, bucket)
         else:
             self.reductions[bucket] = self.collectives.all_reduce(staged)
 
@@ -219,7 +222,7 @@ class Executor:
         if not self.collectives.receives:
             return None
         if self.layout.buckets[bucket].dormant:
-            self.dormant_received[bucket] = torch.empty_like(staged)
+            self.dormant_received[bucket] = staged.new_empty(received_numel(self.layout.buckets[bucket]))
             return self.dormant_received[bucket]
         return self.program.buffers["received"][bucket]
 
@@ -231,12 +234,12 @@ class Executor:
         self.collectives.wait(pending, f"the reduction of {entry.describe()}")
         result = self._staged(bucket)
         if entry.scatter:
-            received = self.dormant_received.get(bucket, self.program.buffers["received"].get(bucket))
+            received = self.dormant_received.get(bucket, self.program.buffers.get("received", {}).get(bucket))
             result = self.collectives.scattered(received, result)
         step = self.program.step
         if entry.reduce_often and self.accumulate > 1:
             result = self._add_slice(bucket, result, first=step.variant == "first")
-        elif bucket in self.program.buffers["slice"]:
+        elif bucket in self.program.buffers.get("slice", {}):
             result = self.program.buffers["slice"][bucket].copy_(result)
         if step.updates and self.scale != 1.0:
             result.mul_(self.scale)
@@ -275,7 +278,8 @@ class Executor:
         self.grad_norm = squares
 
     def await_norm(self) -> None:
-        assert self.grad_norm is not None and self.clip_norm is not None
+        assert self.grad_norm is not None
+        assert self.clip_norm is not None
         squares = self.grad_norm
         if self.rows is not None:
             rows, pending = self.rows
@@ -294,7 +298,8 @@ class Executor:
             return  # dormant, and no rank reached it
         if self.coefficient is not None:
             gradient.mul_(self.coefficient)
-        assert state.optimizer is not None and entry.group is not None
+        assert state.optimizer is not None
+        assert entry.group is not None
         state.optimizer.step(gradient.to(entry.master), self.reached, group_options(self.groups(entry.group)))
         state.refresh()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,30 +12,40 @@ from weft.state.layout import ALIGNMENT, round_up
 
 @dataclass(frozen=True)
 class Lease:
-    """A buffer's size and the stretches of a program (node positions, both ends included) in which it is in use."""
+    """A buffer's size and the stretch of a program (node positions, both ends included) in which it is in use."""
 
-    key: Hashable
+    key: tuple[str, int]  # what it is, of which bucket
     nbytes: int
-    spans: tuple[tuple[int, int], ...]
+    start: int
+    stop: int
 
     def overlaps(self, other: Lease) -> bool:
-        return any(a <= d and c <= b for a, b in self.spans for c, d in other.spans)
+        return self.start <= other.stop and other.start <= self.stop
 
 
 @dataclass(frozen=True)
 class Placement:
     """Offsets of a program's buffers in the arena."""
 
-    offsets: dict[Hashable, int]
+    offsets: dict[tuple[str, int], int]
     nbytes: int
 
 
 def place(leases: Sequence[Lease]) -> Placement:
-    """Give buffers that are never in use together the same memory: largest first, each as low as it fits."""
+    """Give buffers that are never in use together the same memory.
+
+    Two orders are tried, each buffer as low as it fits: by time, which is best for buffers of one size, and largest
+    first.
+    """
+    by_time = _place_in_order(sorted(leases, key=lambda lease: (lease.start, lease.stop, lease.key)))
+    by_size = _place_in_order(sorted(leases, key=lambda lease: (-lease.nbytes, lease.start, lease.key)))
+    return min(by_time, by_size, key=lambda placement: placement.nbytes)
+
+
+def _place_in_order(leases: Sequence[Lease]) -> Placement:
     placed: list[tuple[int, int, Lease]] = []
-    offsets: dict[Hashable, int] = {}
-    total = 0
-    for lease in sorted(leases, key=lambda lease: (-lease.nbytes, str(lease.key))):
+    offsets: dict[tuple[str, int], int] = {}
+    for lease in leases:
         size = round_up(lease.nbytes, ALIGNMENT)
         offset = 0
         for start, end, other in sorted(placed, key=lambda entry: entry[0]):
@@ -46,8 +56,7 @@ def place(leases: Sequence[Lease]) -> Placement:
             offset = max(offset, end)
         offsets[lease.key] = offset
         placed.append((offset, offset + size, lease))
-        total = max(total, offset + size)
-    return Placement(offsets, total)
+    return Placement(offsets, max((end for _, end, _ in placed), default=0))
 
 
 class Arena:

@@ -1,8 +1,8 @@
 """Which parameter lies where: flat buckets, in the order in which gradients become ready.
 
-A bucket holds parameters of one dtype and one optimizer parameter group, one behind the other, and is cut into one equal
-slice a rank. Every parameter and every slice starts at a multiple of 64 bytes in every dtype that the bucket's elements
-are kept in. The layout is made once, from the first trace, and never changes; so is the order of collectives.
+A bucket holds parameters of one dtype and one optimizer parameter group, one behind the other, and is cut into one
+equal slice a rank. Every parameter and every slice starts at a multiple of 64 bytes in every dtype that the bucket's
+elements are kept in. The layout is made once, from the first trace, and never changes; so is the order of collectives.
 """
 
 from __future__ import annotations
@@ -84,6 +84,16 @@ class Bucket:
     def bytes(self, dtype: torch.dtype) -> int:
         return self.numel * dtype.itemsize
 
+    def kept_bytes(self, state_elements: float) -> int:
+        """What a rank keeps of the bucket between steps, with so many elements of optimizer state per parameter's."""
+        owned = self.slice_numel if self.scatter else self.numel
+        masters = owned * self.master.itemsize
+        whole = 0 if self.sharded else self.bytes(self.compute)
+        if whole and self.compute == self.master:
+            masters = 0  # a view of the whole
+        state = int(owned * self.master.itemsize * state_elements) if self.trained else 0
+        return masters + whole + state
+
     def describe(self) -> str:
         """For messages: which bucket this is, in terms that a user knows."""
         names = [slot.name for slot in self.slots]
@@ -143,7 +153,9 @@ def round_up(value: int, multiple: int) -> int:
     return math.ceil(value / multiple) * multiple
 
 
-def make_layout(parameters: Sequence[ParameterInfo], trace: Traced, *, mode: str, world: int, bucket_bytes: int) -> Layout:
+def make_layout(
+    parameters: Sequence[ParameterInfo], trace: Traced, *, mode: str, world: int, bucket_bytes: int
+) -> Layout:
     """Pack parameters into buckets of about `bucket_bytes`, in the order of their gradients in the trace.
 
     Trained buckets come first; then the dormant ones, which this trace does not reach; then, where parameters are

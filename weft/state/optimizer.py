@@ -91,7 +91,7 @@ def _trial(
     tensors = cut(draws[0])
     twin = shadow(optimizer)
     # Adagrad fills its state when it is constructed; shadows start from zeros instead.
-    initial = next((state for state in optimizer.state.values() if "sum" in state), {})
+    initial: Mapping[str, Any] = next((state for state in optimizer.state.values() if "sum" in state), {})
     for tensor in tensors if initial else ():
         twin.state[tensor] = {
             key: torch.zeros_like(tensor) if value.dim() else torch.zeros_like(value) for key, value in initial.items()
@@ -174,7 +174,9 @@ class BucketOptimizer:
 
     def step(self, gradient: torch.Tensor, reached: frozenset[int], options: Mapping[str, Any]) -> None:
         """Update the owned range from its gradient; parameters outside `reached` stay untouched."""
-        if any(not (segment.parameters <= reached or segment.parameters.isdisjoint(reached)) for segment in self.segments):
+        if any(
+            not (segment.parameters <= reached or segment.parameters.isdisjoint(reached)) for segment in self.segments
+        ):
             self._split(reached)
         active = [segment for segment in self.segments if segment.parameters <= reached]
         for segment in active:

@@ -16,16 +16,59 @@ from torch import nn
 
 from weft._torch import plain_tensor_access, pytree
 
-_ATTRIBUTES = (
-    "shape dtype device layout requires_grad is_leaf ndim names is_cuda is_cpu is_meta is_sparse is_quantized is_xpu "
-    "is_mps is_mkldnn is_nested is_sparse_csr itemsize nbytes grad grad_fn _version _backward_hooks retains_grad "
-    "output_nr name volatile"
-).split()
-_METHODS = (
-    "size stride dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous is_signed "
-    "get_device is_inference has_names requires_grad_ __hash__ __len__ storage_offset is_shared register_hook "
-    "register_post_accumulate_grad_hook"
-).split()
+_ATTRIBUTES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "is_leaf",
+    "ndim",
+    "names",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_xpu",
+    "is_mps",
+    "is_mkldnn",
+    "is_nested",
+    "is_sparse_csr",
+    "itemsize",
+    "nbytes",
+    "grad",
+    "grad_fn",
+    "_version",
+    "_backward_hooks",
+    "retains_grad",
+    "output_nr",
+    "name",
+    "volatile",
+]
+_METHODS = [
+    "size",
+    "stride",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "is_signed",
+    "get_device",
+    "is_inference",
+    "has_names",
+    "requires_grad_",
+    "__hash__",
+    "__len__",
+    "storage_offset",
+    "is_shared",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+]
 
 
 def _free_operations() -> set[Any]:
@@ -57,7 +100,7 @@ class ManagedParameter(nn.Parameter):
         with plain_tensor_access():
             return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter({self.__dict__.get('weft_name')}, shape={tuple(self.shape)}, managed by weft)"
 
 
@@ -67,11 +110,15 @@ def manage(parameter: nn.Parameter, name: str, data: torch.Tensor, guard: Callab
         parameter.data = data
     if guard is None:
         if isinstance(parameter, ManagedParameter):
-            parameter.__class__ = nn.Parameter
+            _set_class(parameter, nn.Parameter)
         return
     parameter.__dict__["weft_guard"] = guard
     parameter.__dict__["weft_name"] = name
-    parameter.__class__ = ManagedParameter
+    _set_class(parameter, ManagedParameter)
+
+
+def _set_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    parameter.__class__ = kind
 
 
 def placeholder(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -84,9 +131,9 @@ def unguarded(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Plain parameters for the length of a context."""
     guarded = [parameter for parameter in parameters if isinstance(parameter, ManagedParameter)]
     for parameter in guarded:
-        parameter.__class__ = nn.Parameter
+        _set_class(parameter, nn.Parameter)
     try:
         yield
     finally:
         for parameter in guarded:
-            parameter.__class__ = ManagedParameter
+            _set_class(parameter, ManagedParameter)

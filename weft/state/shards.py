@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 
 from weft.state.layout import Bucket
@@ -11,9 +14,9 @@ from weft.state.optimizer import BucketOptimizer
 class BucketState:
     """What this rank keeps of a bucket between steps.
 
-    `master` is what the optimizer updates: the rank's slice, or everything where the update is replicated. `full` is the
-    whole bucket in the compute dtype, None where it is sharded between uses. Where dtypes agree `master` is a view of
-    `full`, so that an update is seen without a copy.
+    `master` is what the optimizer updates: the rank's slice, or everything where the update is replicated. `full` is
+    the whole bucket in the compute dtype, None where it is sharded between uses. Where dtypes agree `master` is a view
+    of `full`, so that an update is seen without a copy.
     """
 
     def __init__(
@@ -55,21 +58,12 @@ class BucketState:
         if self.full is not None and self.bucket.compute != self.bucket.master:
             self.full.copy_(whole)
 
-    def nbytes(self) -> int:
-        """Bytes this rank keeps between steps: masters, whole parameters and optimizer state."""
-        total = self.master.numel() * self.master.element_size()
-        if self.full is not None:
-            total += self.full.numel() * self.full.element_size()
-            if self.bucket.compute == self.bucket.master:
-                total -= self.master.numel() * self.master.element_size()
-        if self.optimizer is not None:
-            total += sum(
-                value.numel() * value.element_size()
-                for state in self.optimizer.twin.state.values()
-                for value in state.values()
-                if isinstance(value, torch.Tensor)
-            )
-        return total
+
+def return_freed_memory() -> None:
+    """Give what the allocator keeps of the model's own copy back to the system, where glibc is the allocator."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def flatten(bucket: Bucket, parameters: list[torch.Tensor]) -> torch.Tensor:

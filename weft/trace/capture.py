@@ -1,6 +1,6 @@
 """Run the user's model and loss once on fake tensors and return what they did as a functional graph.
 
-The user's own Python runs: forward, loss and `autograd.grad`. Nothing is executed on real data and nothing communicates.
+The user's own Python runs: forward, loss and `autograd.grad`. Nothing is computed on real data, nothing communicates.
 It runs twice, under different random states, and the two graphs are compared: a value that Python computed from
 something else than the batch (a counter, numpy, the clock) shows as a difference and is refused.
 """
@@ -203,7 +203,7 @@ class _Run:
 
     traced: fx.GraphModule
     mode: FakeTensorMode
-    arguments: tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+    arguments: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]
     keys: list[int]
 
 
@@ -274,6 +274,7 @@ def capture(
 # Large, so that a user's own seed is never taken for one of ours.
 _BASE_KEY = 0x5EED_0000_0000
 
+
 @contextmanager
 def _cast_inputs(model: nn.Module, dtype: torch.dtype | None):  # type: ignore[no-untyped-def]
     """With a compute dtype of its own, the model's floating-point inputs are cast to it, as FSDP does."""
@@ -294,7 +295,7 @@ def _cast_inputs(model: nn.Module, dtype: torch.dtype | None):  # type: ignore[n
         handle.remove()
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------
+# ---- refusals ----
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
@@ -368,7 +369,7 @@ def _collect(
     """Name things, drop what computes nothing, and sort the outputs by what they are."""
     names = [parameter.name for parameter in parameters]
     labels = [*names, *buffer_names, *(f"batch_{index}" for index in range(inputs))]
-    graph, constants = functional.simplify(traced, labels)
+    graph, constants = functional.simplify(traced, labels, inputs)
     output = graph.output_node()
     flat = list(output.args[0])  # type: ignore[arg-type]
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -396,4 +397,3 @@ def _collect(
         gradients=gradients,
         written=[None if new is old else new for new, old in zip(values, buffers, strict=True)],
     )
-

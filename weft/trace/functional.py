@@ -116,8 +116,10 @@ def user_line(node: fx.Node, ours: Sequence[str]) -> str:
     return "a line that is not known"
 
 
-def simplify(traced: fx.GraphModule, labels: Sequence[str]) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+def simplify(traced: fx.GraphModule, labels: Sequence[str], inputs: int) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     """Copy into a plain graph with readable names, without detaches, double transposes and unused nodes.
+
+    Placeholders are named by `labels`; the last `inputs` of them are the batch, those before parameters and buffers.
 
     The first output is the loss, detached by the last op of forward: what comes after it is marked as backward.
     """
@@ -130,6 +132,7 @@ def simplify(traced: fx.GraphModule, labels: Sequence[str]) -> tuple[fx.Graph, d
     loss_marker = results[0]
     after_loss = False
     used = _live_nodes(traced.graph)
+    states: set[fx.Node] = set(traced.graph.find_nodes(op="placeholder")[: len(labels) - inputs])
 
     for node in traced.graph.nodes:
         if node.op == "placeholder":
@@ -144,7 +147,7 @@ def simplify(traced: fx.GraphModule, labels: Sequence[str]) -> tuple[fx.Graph, d
             continue
         if node not in used:
             continue
-        if _writes_back_state(node, env, labels):
+        if _writes_back_state(node, states):
             continue
         if node.op == "get_attr":
             value = getattr(traced, node.target)
@@ -167,12 +170,9 @@ def simplify(traced: fx.GraphModule, labels: Sequence[str]) -> tuple[fx.Graph, d
     return graph, constants
 
 
-def _writes_back_state(node: fx.Node, env: dict[fx.Node, Any], labels: Sequence[str]) -> bool:
+def _writes_back_state(node: fx.Node, states: set[fx.Node]) -> bool:
     """Whether this is functionalization's closing `copy_` into a buffer: its new value is an output anyway."""
-    if node.target is not aten.copy_.default:
-        return False
-    target = env[node.args[0]]
-    return target.op == "placeholder" and not target.name.startswith("batch_")
+    return node.target is aten.copy_.default and node.args[0] in states
 
 
 def _live_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -201,4 +201,3 @@ def _remove_unused(graph: fx.Graph) -> None:
 def _identifier(label: str) -> str:
     name = re.sub(r"\W", "_", label)
     return name if name.isidentifier() else f"p_{name}"
-

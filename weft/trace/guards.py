@@ -59,8 +59,8 @@ PARAMETER_ADVICE = (
 class ParameterGuard(TorchDispatchMode):
     """Refuses, at the line that does it, a write to a parameter and a parameter that the graph would freeze.
 
-    `traced` are the fake tensors that stand for parameters in this trace, `real` the user's own: one of these reaches an
-    op only by a way around the modules.
+    `traced` are the fake tensors that stand for parameters in this trace, `real` the user's own: one of these reaches
+    an op only by a way around the modules.
     """
 
     def __init__(self, traced: dict[str, torch.Tensor], real: Sequence[torch.Tensor]) -> None:

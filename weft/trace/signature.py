@@ -21,7 +21,7 @@ from weft._torch import pytree
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
-def _register(kind: type) -> None:
+def _register(kind: Any) -> None:
     """Teach pytree about a batch type that it treats as a leaf: dict wrappers and dataclasses."""
     if issubclass(kind, collections.UserDict):
 
