@@ -396,7 +396,8 @@ def test_a_loaded_state_dict_is_honoured(name: str, mode: str, started: bool) ->
 
 
 @pytest.mark.parametrize("mode", ["replicate", "zero3"])
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "NAdam", "ASGD"])
+# Not NAdam: loading casts its running product to the parameters' dtype, so that plain PyTorch itself goes on otherwise.
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "ASGD"])
 def test_a_state_dict_goes_back_into_plain_pytorch(name: str, mode: str) -> None:
     model = build()
     optimizer = two_groups(ELEMENTWISE[name], model)

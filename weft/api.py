@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import hashlib
 import inspect
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -26,7 +27,7 @@ from weft.run.collectives import Local, connect
 from weft.run.executor import Executor, Program
 from weft.state import checkpoint
 from weft.state.budget import ModeCost, choose_mode, mode_costs
-from weft.state.checks import buffer_slots, check_model, check_optimizer, dense_stride
+from weft.state.checks import ModelTree, buffer_slots, check_model, check_optimizer, dense_stride
 from weft.state.layout import Layout, ParameterInfo, make_layout
 from weft.state.optimizer import Probe, group_options, probe
 from weft.state.parameters import manage, placeholder, unguarded
@@ -91,7 +92,23 @@ def compile(
         raise TypeError(f"model is a {type(model).__name__}; weft.compile takes a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; weft.compile takes a torch.optim.Optimizer")
-    return Step(model, optimizer, loss or default_loss, options)
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            f"loss is a {type(loss).__name__}; weft.compile takes a function (model, batch) -> scalar tensor, or None "
+            "for the model's own loss"
+        )
+    return Step(model, optimizer, default_loss if loss is None else loss, options)
+
+
+_alive: weakref.WeakSet[Step] = weakref.WeakSet()
+
+
+@atexit.register
+def _drain_all() -> None:
+    """At exit nothing may be in flight when the process group goes away."""
+    for step in list(_alive):
+        with suppress(Exception):
+            step.drain()
 
 
 @dataclass
@@ -117,12 +134,11 @@ class Step:
         ]
         if not any(self._trained):
             raise ValueError("the optimizer holds no parameter that requires grad: there is nothing to train")
-        self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
         self._modules = list(model.modules())
+        self._tree = ModelTree(model, optimizer)
         self._buffer_slots = buffer_slots(model)
         self._probe: Probe = probe(optimizer, self._device)
         self._collectives: Local = connect(self._device, options.mesh, options.timeout)
-        atexit.register(self._close)
         self._infos = self._parameter_infos()
         self._mode, self._why = self._choose_mode()
         self._specs = [
@@ -134,11 +150,11 @@ class Step:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._layout: Layout | None = None
         self._executor: Executor | None = None
-        self._expected_pointers: list[int] = []
         self._guarded = False
         self._inside_gathered = False
         self._failed: str | None = None
         self._plan_of: list[_Entry] = []
+        _alive.add(self)
         optimizer.register_state_dict_pre_hook(self._before_optimizer_state_dict)
         optimizer.register_load_state_dict_post_hook(self._after_optimizer_load)
 
@@ -152,11 +168,11 @@ class Step:
                 "step(batch) was called under torch.no_grad(); use step.evaluate(batch) to get a loss only"
             )
         micro_batches = self._micro_batches(batch)
+        self._check_unchanged()
         entries = [self._entry(micro_batch, training=True) for micro_batch in micro_batches]
         executor = self._materialised(entries[0][0])
         programs = [self._program(entry, self._variant(i)) for i, (entry, _) in enumerate(entries)]
         self._plan_of = [entry for entry, _ in entries]
-        self._check_parameters_in_place()
         reached = [any(flags) for flags in zip(*(entry.trace.reached for entry, _ in entries), strict=True)]
 
         def run() -> list[tuple[Any, ...]]:
@@ -183,6 +199,7 @@ class Step:
     def evaluate(self, batch: Any) -> Any:
         """The loss (and extras) of one batch in eval mode; nothing is updated. In zero3 all ranks must call it."""
         self._check_usable()
+        self._check_unchanged()
         flags = [module.training for module in self._modules]
         self._ensure_layout(batch)
         self.model.eval()
@@ -342,10 +359,12 @@ class Step:
         )
         if options.mode != "auto":
             cost = next(cost for cost in costs if cost.mode == options.mode)
+            if options.memory_given:
+                choose_mode([cost], budget_bytes(options.memory, self._device))
             return options.mode, [*why, "as asked for:", _describe_cost(cost)]
         budget = budget_bytes(options.memory, self._device)
         if world == 1:
-            chosen = costs[0]
+            chosen = choose_mode(costs[:1], budget)
             why.append("one rank: there is nothing to shard")
         else:
             chosen = choose_mode(costs, budget)
@@ -356,7 +375,6 @@ class Step:
     def _entry(self, batch: Any, training: bool) -> tuple[_Entry, list[torch.Tensor]]:
         """The trace for a batch, made on first sight, and the batch's tensors."""
         tensors, spec = split_batch(batch)
-        self._check_requires_grad()
         key = (
             signature(tensors, spec, self._modules, self._device, training),
             tuple(tensor_key(buffer) for buffer in self._buffers()),
@@ -489,7 +507,7 @@ class Step:
             buffers=self._buffers,
             random_state=self._random_state,
         )
-        self._remember_pointers()
+        self._tree.remember_memory()
         del values
         return_freed_memory()
         return self._executor
@@ -524,22 +542,6 @@ class Step:
         self._collectives.wait(pending, f"the masters of {bucket.describe()}")
         return whole
 
-    def _remember_pointers(self) -> None:
-        with plain_tensor_access():
-            self._expected_pointers = [parameter.data_ptr() for parameter in self._parameters]
-
-    def _check_parameters_in_place(self) -> None:
-        if self._guarded:
-            return
-        with plain_tensor_access():
-            for parameter, pointer, name in zip(self._parameters, self._expected_pointers, self._names, strict=True):
-                if parameter.data_ptr() != pointer:
-                    raise RuntimeError(
-                        f"the parameter {name} was given other memory after weft.compile (model.to(...), or an "
-                        "assignment to .data): weft would train the old one. Move or cast the model before "
-                        "weft.compile, and copy values with parameter.copy_(...) or load_state_dict"
-                    )
-
     # ---- the optimizer's state ----
 
     def _take_optimizer_state(self) -> dict[int, dict[str, Any]]:
@@ -566,10 +568,11 @@ class Step:
             return
         self.optimizer.state.clear()
         for index, value in by_index.items():
-            self.optimizer.state[self._parameters[index]] = {
-                key: item.clone().to(self._device) if isinstance(item, torch.Tensor) and item.dim() else item
+            moved = {
+                key: item.to(self._device) if isinstance(item, torch.Tensor) and item.dim() else item
                 for key, item in value.items()
             }
+            self.optimizer.state[self._parameters[index]] = checkpoint.owned_copy(moved, None)
 
     def _before_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.state_dict()` works where this rank has all state, and says what does where it has not."""
@@ -582,8 +585,9 @@ class Step:
             )
         optimizer.state.clear()
         found = checkpoint.optimizer_state(list(self._executor.states), self._names, self._collectives, copy=False)
-        for name, state in found.items():
-            optimizer.state[self._parameters[self._names.index(name)]] = state
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if name in found:
+                optimizer.state[parameter] = found[name]
 
     def _after_optimizer_load(self, optimizer: torch.optim.Optimizer) -> None:
         if self._executor is not None and self._probe.elementwise:
@@ -635,14 +639,11 @@ class Step:
         if self._inside_gathered:
             raise RuntimeError("this call is not possible inside step.gathered(): leave the context first")
 
-    def _check_requires_grad(self) -> None:
-        with plain_tensor_access():
-            for name, parameter, before in zip(self._names, self._parameters, self._requires_grad, strict=True):
-                if parameter.requires_grad != before:
-                    raise RuntimeError(
-                        f"requires_grad of {name} was {before} when weft.compile was called and is "
-                        f"{parameter.requires_grad} now; buckets are laid out for the former. Call weft.compile again"
-                    )
+    def _check_unchanged(self) -> None:
+        """Refuse, before anything runs, a model or optimizer that is not what was compiled."""
+        self._tree.check()
+        if not self._guarded:
+            self._tree.check_memory()
 
     def _micro_batches(self, batch: Any) -> Sequence[Any]:
         count = self._options.accumulate
@@ -683,14 +684,6 @@ class Step:
         self._random_state = state
         if self._executor is not None:
             self._executor.random_state = state
-
-    def _close(self) -> None:
-        """At exit: nothing may be in flight when the process group goes away."""
-        if self._executor is not None and self._failed is None:
-            try:
-                self._executor.drain()
-            except Exception:
-                self._failed = "closed"
 
 
 def _seeded_state(device: torch.device, seed: int) -> torch.Tensor:

@@ -7,6 +7,10 @@ class TraceError(RuntimeError):
     """A training step that cannot be captured as a graph without changing what it computes."""
 
 
+class UnlocatedTraceError(TraceError):
+    """One that is noticed only after the fact: the trace is run again to find the line."""
+
+
 class PeerError(RuntimeError):
     """A wait on another rank that failed or ran out of time; names who waited, for what."""
 

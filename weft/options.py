@@ -56,6 +56,7 @@ class Options:
 
     mode: Mode
     memory: int | float
+    memory_given: bool
     accumulate: int
     clip_norm: float | None
     precision: Precision
@@ -117,6 +118,7 @@ def check_options(
     return Options(
         mode=mode,
         memory=check_memory(memory),
+        memory_given=memory is not None,
         accumulate=accumulate,
         clip_norm=None if clip_norm is None else float(clip_norm),
         precision=precision or Precision(),

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from weft._torch import pytree
 from weft.state.shards import BucketState
 
 
@@ -37,10 +38,14 @@ def optimizer_state(
                 found.update(_of_bucket(state, collectives))
     if not copy:
         return found
-    return {
-        name: {key: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
-        for name, state in found.items()
-    }
+    return {name: owned_copy(state, torch.device("cpu")) for name, state in found.items()}
+
+
+def owned_copy(state: Any, device: torch.device | None) -> Any:
+    """A state with tensors of its own, lists of tensors included; on `device`, or each where it is."""
+    return pytree.tree_map(
+        lambda v: v.detach().to(device or v.device, copy=True) if isinstance(v, torch.Tensor) else v, state
+    )
 
 
 def _of_bucket(state: BucketState, collectives: Gathering) -> dict[str, dict[str, Any]]:
@@ -62,7 +67,7 @@ def _of_bucket(state: BucketState, collectives: Gathering) -> dict[str, dict[str
                 flats[key, dtype] = _whole(state, pieces, key, dtype, collectives)
     return {
         slot.name: {
-            key: value if dtype is None else slot.view(flats[key, dtype])
+            key: owned_copy(value, None) if dtype is None else slot.view(flats[key, dtype])
             for key, (value, dtype) in everywhere[slot.parameter].items()
         }
         for slot in bucket.slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from weft._torch import parameter_hooks, storage_key
+from weft._torch import parameter_hooks, plain_tensor_access, storage_key
 
 
 def check_model(model: nn.Module) -> torch.device:
@@ -74,3 +74,70 @@ def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
             return torch.empty(parameter.shape, device="meta").stride()
         expected *= size
     return parameter.stride()
+
+
+class ModelTree:
+    """What a compiled step relies on: the same modules, parameters and groups as at compile, in the same memory."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.children = [
+            (f"{path}.{name}" if path else name, parent, name, child)
+            for path, parent in model.named_modules()
+            for name, child in parent._modules.items()
+        ]
+        self.parameters = [
+            (f"{path}.{name}" if path else name, module, name, parameter, parameter.requires_grad)
+            for path, module in model.named_modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self.kinds = [(p.dtype, p.device, tuple(p.shape)) for _, _, _, p, _ in self.parameters]
+        self.optimizer = optimizer
+        self.groups = self._group_ids()
+        self.pointers: list[int] = []
+
+    def _group_ids(self) -> list[list[int]]:
+        return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
+
+    def check(self) -> None:
+        for path, parent, name, child in self.children:
+            if parent._modules.get(name) is not child:
+                raise RuntimeError(f"the module {path} was replaced after weft.compile; call weft.compile again")
+        with plain_tensor_access():
+            for path, module, name, parameter, trained in self.parameters:
+                if module._parameters.get(name) is not parameter:
+                    raise RuntimeError(
+                        f"the parameter {path} was replaced after weft.compile (an assignment, or load_state_dict with "
+                        "assign=True), and the step holds the old one: copy values into it with parameter.copy_(...) "
+                        "or load_state_dict, or call weft.compile again"
+                    )
+                if parameter.requires_grad != trained:
+                    raise RuntimeError(
+                        f"requires_grad of {path} was {trained} when weft.compile was called and is "
+                        f"{parameter.requires_grad} now; buckets are laid out for the former. Call weft.compile again"
+                    )
+        if self._group_ids() != self.groups:
+            raise RuntimeError(
+                "the optimizer's parameter groups hold other parameters than when weft.compile was called "
+                "(add_param_group?); call weft.compile again"
+            )
+
+    def remember_memory(self) -> None:
+        with plain_tensor_access():
+            self.pointers = [parameter.data_ptr() for _, _, _, parameter, _ in self.parameters]
+
+    def check_memory(self) -> None:
+        """Parameters are where weft put them; before that, of the kind that was compiled."""
+        with plain_tensor_access():
+            for index, (path, _, _, parameter, _) in enumerate(self.parameters):
+                moved = (
+                    parameter.data_ptr() != self.pointers[index]
+                    if self.pointers
+                    else (parameter.dtype, parameter.device, tuple(parameter.shape)) != self.kinds[index]
+                )
+                if moved:
+                    raise RuntimeError(
+                        f"the parameter {path} was given other memory after weft.compile (model.to(...), or an "
+                        "assignment to .data): weft would train the old one. Move or cast the model before "
+                        "weft.compile, and copy values with parameter.copy_(...) or load_state_dict"
+                    )

@@ -11,9 +11,8 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +26,17 @@ from weft._torch import (
     fake_mode,
     make_fx,
     pytree,
+    storage_key,
 )
-from weft.errors import TraceError
+from weft.errors import TraceError, UnlocatedTraceError
 from weft.trace import functional
 from weft.trace.guards import (
-    PARAMETER_ADVICE,
     REENTRANT_ADVICE,
     ParameterGuard,
     check_no_reentrant_checkpoint,
+    describe,
+    fixed_state,
+    reseeding_located,
     restored,
 )
 from weft.trace.randomness import RandomKeys
@@ -98,7 +100,6 @@ class _Step(nn.Module):
         self.loss = loss
         self.spec = spec
         self.backward = backward
-        self.known_buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self.extras_spec: Any = None
 
     def forward(
@@ -108,11 +109,12 @@ class _Step(nn.Module):
         inputs: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[Any], list[torch.Tensor | None], list[torch.Tensor | None]]:
         loss, extras = _split_loss(self.loss(self.model, self.spec.join(inputs)))
-        self._check_parameters(parameters)
         # A buffer may be rebound as well as changed in place, so read them back by name.
         now = dict(self.model.named_buffers())
         written = [now.get(name) for name in buffers]
-        self._check_buffers(buffers, written)
+        for name, value in zip(buffers, written, strict=True):
+            if value is None:
+                raise TraceError(f"forward deletes the buffer {name}: keep it, or make it a plain value")
         result = loss.detach()  # the last node of forward
         gradients: list[torch.Tensor | None] = [None] * len(parameters)
         if self.backward:
@@ -131,37 +133,11 @@ class _Step(nn.Module):
         leaves, self.extras_spec = pytree.tree_flatten(extras)
         return result, leaves, gradients, written
 
-    def _check_parameters(self, parameters: dict[str, torch.Tensor]) -> None:
-        now = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, value in parameters.items():
-            if now.get(name) is not value:
-                raise TraceError(f"forward rebinds the parameter {name}: {PARAMETER_ADVICE}")
-
-    def _check_buffers(self, buffers: dict[str, torch.Tensor], written: list[torch.Tensor | None]) -> None:
-        for (name, old), new in zip(buffers.items(), written, strict=True):
-            if new is None:
-                raise TraceError(f"forward deletes the buffer {name}: keep it, or make it a plain value")
-            if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
-                raise TraceError(
-                    f"forward turns the buffer {name} from {_describe(old)} into {_describe(new)}; a buffer that "
-                    "lives from step to step must keep its shape, dtype and device"
-                )
-        added = {name for name, _ in self.model.named_buffers(remove_duplicate=False)} - self.known_buffers
-        if added:
-            raise TraceError(
-                f"forward registers new buffers ({', '.join(sorted(added))}): register them in __init__, so that they "
-                "are part of the model's state"
-            )
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-
 
 def _split_loss(value: Any) -> tuple[torch.Tensor, Any]:
     loss, extras = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        seen = _describe(loss) if isinstance(loss, torch.Tensor) else repr(type(loss).__name__)
+        seen = describe(loss) if isinstance(loss, torch.Tensor) else repr(type(loss).__name__)
         raise TypeError(
             f"the loss function returned {seen}; it must return a scalar floating-point tensor, or a pair of that and "
             "extras (any nesting of tensors). Without a loss function the model must return an output with a .loss"
@@ -177,7 +153,7 @@ def _python_randomness(seed: int):  # type: ignore[no-untyped-def]
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
     if numpy:
-        numpy.random.seed(seed % 2**32)
+        numpy.random.seed((seed ^ seed >> 32) % 2**32)
     try:
         yield
     finally:
@@ -226,7 +202,7 @@ def capture(
         dtype = compute_dtype if compute_dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
         return torch.empty_strided(parameter.shape, parameter.stride, dtype=dtype, device=device)
 
-    def run(base_key: int, stack_traces: bool = False) -> _Run:
+    def run(base_key: int, locate: bool = False) -> _Run:
         keys = RandomKeys(device, first=base_key)
         # A mode of its own for every run: a tensor that an earlier one left on a module is then recognised.
         mode = fake_mode()
@@ -251,24 +227,37 @@ def capture(
                 keys.check_not_reseeded()
             return result
 
-        with _python_randomness(base_key), keys.installed(), mode:
-            graph = make_fx(traced, record_stack_traces=stack_traces)(*arguments)
+        with ExitStack() as stack:
+            if locate:
+                stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+                stack.enter_context(reseeding_located())
+            for context in (_python_randomness(base_key), keys.installed(), mode, fixed_state(model)):
+                stack.enter_context(context)
+            graph = make_fx(traced, record_stack_traces=locate)(*arguments)
         return _Run(graph, mode, arguments, keys.keys)
 
-    with restored(model), _cast_inputs(model, compute_dtype), _refusals():
-        first = run(_BASE_KEY)
-        # What forward left on the modules stays for the second run: a counter then shows as a changed constant.
-        difference = functional.first_difference(first.traced, run(2 * _BASE_KEY).traced)
-    if difference is not None:
-        # Run once more, noting where each op came from, so that the message can name the line.
+    def run_and_find_lines() -> fx.GraphModule:
+        """Run once more, noting where things come from, so that a message can name the line."""
         with restored(model), _cast_inputs(model, compute_dtype), _refusals():
-            located = run(_BASE_KEY, stack_traces=True)
-        raise _varying(difference, located.traced)
+            return run(_BASE_KEY, locate=True).traced
+
+    try:
+        with restored(model), _cast_inputs(model, compute_dtype), _refusals():
+            first = run(_BASE_KEY)
+            # What forward left on the modules stays for the second run: a counter then shows as a changed constant.
+            difference = functional.first_difference(first.traced, run(2 * _BASE_KEY).traced)
+    except UnlocatedTraceError as error:
+        run_and_find_lines()
+        raise TraceError(str(error)) from error.__cause__
+    if difference is not None:
+        raise _varying(difference, run_and_find_lines())
     functional.set_random_keys(first.traced.graph, first.keys)
     if functional.mutating_nodes(first.traced.graph):
         with first.mode:
             first.traced = functional.functionalize(first.traced, first.arguments, first.keys)
-    return _collect(first.traced, step, parameters, list(buffers), len(tensors))
+    trace = _collect(first.traced, step, parameters, list(buffers), len(tensors))
+    _check_writes_to_batch(trace, tensors)
+    return trace
 
 
 # Large, so that a user's own seed is never taken for one of ours.
@@ -297,8 +286,6 @@ def _cast_inputs(model: nn.Module, dtype: torch.dtype | None):  # type: ignore[n
 
 # ---- refusals ----
 
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-
 _DATA_DEPENDENT = (
     "the step needs a tensor's value while it is being captured ({what}): a Python branch, a loop bound, .item() or a "
     "shape that depends on data. Use torch.where or masks instead of branches, return values to log as extras instead "
@@ -319,9 +306,9 @@ _MESSAGES = (
 def user_frame(error: BaseException) -> str:
     """The innermost frame of an error that is neither PyTorch's nor ours, as file:line (code)."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith((*_OURS, "<"))]
+    theirs = [frame for frame in frames if not frame.filename.startswith((*functional.OURS, "<"))]
     if not theirs:
-        return "in code without a user's frame"
+        return "a line that is not known"
     frame = theirs[-1]
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
@@ -331,6 +318,8 @@ def _refusals():  # type: ignore[no-untyped-def]
     """Turn what cannot be captured into a TraceError that names the user's line."""
     try:
         yield
+    except UnlocatedTraceError:
+        raise
     except TraceError as error:
         if "\n  at " in str(error):
             raise
@@ -351,12 +340,24 @@ def _refusals():  # type: ignore[no-untyped-def]
 def _varying(difference: functional.Difference, located: fx.GraphModule) -> TraceError:
     nodes = list(located.graph.nodes)
     node = nodes[difference.index] if difference.index < len(nodes) else nodes[-1]
-    where = functional.user_line(node, _OURS)
+    where = functional.user_line(node)
     return TraceError(
         f"a value that is not part of the batch changes from step to step and would be frozen into the graph: "
         f"{difference.text}. Python counters, random, numpy and the clock do this, and plain tensor attributes that "
         f"forward rebinds. Pass the value in the batch, draw it with torch, or keep it in a buffer.\n  at {where}"
     )
+
+
+def _check_writes_to_batch(trace: Trace, tensors: Sequence[torch.Tensor]) -> None:
+    """A write to one of two batch tensors that share memory would not be seen through the other."""
+    storages = [storage_key(tensor) for tensor in tensors]
+    written = {node.args[0] for node in functional.mutating_nodes(trace.graph)}
+    for index, placeholder in enumerate(trace.inputs):
+        if placeholder in written and storages.count(storages[index]) > 1:
+            raise TraceError(
+                f"the step changes a tensor of the batch in place ({describe(tensors[index])}), and another tensor of "
+                "the batch lies in the same memory: clone one of them before the call"
+            )
 
 
 def _collect(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from weft._torch import make_fx
 from weft.trace.randomness import is_random
 
 aten = torch.ops.aten
+# Where PyTorch and weft lie: their frames are not the user's.
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
@@ -103,15 +106,20 @@ def _plain(args: Any) -> str:
     return "(" + ", ".join(str(arg) for arg in args) + ")"
 
 
-def user_line(node: fx.Node, ours: Sequence[str]) -> str:
-    """The user's file and line that a node, or the nearest one before it, came from."""
+def last_user_line(trace: str) -> str | None:
+    """The innermost line of a formatted stack trace that is neither PyTorch's nor ours, as file:line: code."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
+    theirs = [frame for frame in frames if not frame[0].startswith((*OURS, "<"))]
+    return f"{theirs[-1][0]}:{theirs[-1][1]}: {theirs[-1][2]}" if theirs else None
+
+
+def user_line(node: fx.Node) -> str:
+    """The user's line that a node, or the nearest one before it, came from."""
     current: fx.Node = node
     while current.op != "root":
-        trace = current.meta.get("stack_trace") or ""
-        frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
-        theirs = [frame for frame in frames if not frame[0].startswith((*ours, "<"))]
-        if theirs:
-            return f"{theirs[-1][0]}:{theirs[-1][1]}: {theirs[-1][2]}"
+        found = last_user_line(current.meta.get("stack_trace") or "")
+        if found is not None:
+            return found
         current = current.prev
     return "a line that is not known"
 

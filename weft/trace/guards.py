@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft._torch import FakeTensor, plain_tensor_access, storage_key
-from weft.errors import TraceError
+from weft.errors import TraceError, UnlocatedTraceError
+from weft.trace.functional import OURS, last_user_line
 
-CONTAINERS = (dict, list, set)
+
+def _keep(value: Any, kept: dict[int, tuple[Any, Any]]) -> None:
+    """Remember the contents of plain containers, nested ones included, by identity."""
+    if not isinstance(value, (dict, list, set, deque)) or id(value) in kept:
+        return
+    kept[id(value)] = (value, copy.copy(value))
+    for item in value.values() if isinstance(value, dict) else value:
+        _keep(item, kept)
 
 
 class _Saved:
-    """One module's attributes as they were, contents of plain containers included (one level)."""
+    """One module's attributes as they were, contents of plain containers included."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes = dict(module.__dict__)
-        self.contents = {
-            name: copy.copy(value) for name, value in self.attributes.items() if isinstance(value, CONTAINERS)
-        }
+        self.containers: dict[int, tuple[Any, Any]] = {}
+        for value in self.attributes.values():
+            _keep(value, self.containers)
 
     def restore(self) -> None:
         self.module.__dict__.clear()
         self.module.__dict__.update(self.attributes)
-        for name, contents in self.contents.items():
-            value: Any = self.attributes[name]
+        for value, contents in self.containers.values():
             value.clear()
-            if isinstance(value, list):
+            if isinstance(value, (list, deque)):
                 value.extend(contents)
             else:
                 value.update(contents)
@@ -96,6 +109,71 @@ class ParameterGuard(TorchDispatchMode):
                 )
 
 
+def describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+@contextmanager
+def fixed_state(model: nn.Module) -> Iterator[None]:
+    """Refuse, at the line that does it, parameters assigned in forward, new buffers, and buffers of another shape."""
+    mine = set(model.modules())
+
+    def on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+        if module in mine:
+            raise TraceError(f"forward assigns the parameter {name}: {PARAMETER_ADVICE}")
+
+    def on_buffer(module: nn.Module, name: str, buffer: Any) -> None:
+        if module not in mine or buffer is None:
+            return
+        old = module._buffers.get(name)
+        if old is None:
+            raise TraceError(
+                f"forward registers a new buffer, {name}: register them in __init__, so that they are part of the "
+                "model's state"
+            )
+        if (buffer.shape, buffer.dtype, buffer.device) != (old.shape, old.dtype, old.device):
+            raise TraceError(
+                f"forward turns the buffer {name} from {describe(old)} into {describe(buffer)}; a buffer that lives "
+                "from step to step must keep its shape, dtype and device"
+            )
+
+    handles = [
+        register_module_parameter_registration_hook(on_parameter),
+        register_module_buffer_registration_hook(on_buffer),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def reseeding_located() -> Iterator[None]:
+    """Raise a located error at the end if a user's line called a `manual_seed`. Slow: for the way to an error only."""
+    found: list[str] = []
+    torch_folder, our_folder = OURS
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        name = frame.f_code.co_name if event == "call" else getattr(argument, "__name__", "")
+        if event not in ("call", "c_call") or name not in ("manual_seed", "seed"):
+            return
+        caller = frame
+        while caller is not None and caller.f_code.co_filename.startswith((torch_folder, "<")):
+            caller = caller.f_back
+        if caller is not None and not caller.f_code.co_filename.startswith(our_folder):
+            found.append(f"{caller.f_code.co_filename}:{caller.f_lineno}: {caller.f_code.co_qualname}")
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield
+    except UnlocatedTraceError as error:
+        raise TraceError(f"{error}\n  at {found[0]}" if found else str(error)) from None
+    finally:
+        sys.setprofile(before)
+
+
 def check_no_reentrant_checkpoint(loss: torch.Tensor) -> None:
     """Reentrant checkpointing hides the parameters inside it from `autograd.grad`, without an error."""
     seen: set[Any] = set()
@@ -106,9 +184,10 @@ def check_no_reentrant_checkpoint(loss: torch.Tensor) -> None:
             continue
         seen.add(function)
         if function.name() == "CheckpointFunctionBackward":
-            code = getattr(getattr(function, "run_function", None), "__code__", None)
-            where = f"\n  at {code.co_filename}:{code.co_firstlineno}: {code.co_qualname}" if code else ""
-            raise TraceError(REENTRANT_ADVICE + where)
+            frames = "".join(cast(Any, function).metadata.get("traceback_", ()))
+            if not frames:
+                raise UnlocatedTraceError(REENTRANT_ADVICE)
+            raise TraceError(f"{REENTRANT_ADVICE}\n  at {last_user_line(frames) or 'a line that is not known'}")
         waiting.extend(next_function for next_function, _ in function.next_functions)
 
 

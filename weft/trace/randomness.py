@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft._torch import pytree
-from weft.errors import TraceError
+from weft.errors import TraceError, UnlocatedTraceError
 
 aten = torch.ops.aten
 
@@ -97,8 +97,8 @@ class RandomKeys(TorchDispatchMode):
                 raise reseeded(generator.initial_seed())
 
 
-def reseeded(seed: int) -> TraceError:
-    return TraceError(
+def reseeded(seed: int) -> UnlocatedTraceError:
+    return UnlocatedTraceError(
         f"the forward or the loss reseeds PyTorch's generator (to {seed}), so every step would draw the same numbers "
         "and checkpointed layers others than they drew at first: remove the torch.manual_seed from the step"
     )

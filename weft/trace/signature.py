@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft._torch import pytree
+from weft._torch import pytree, storage_key
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
@@ -62,20 +62,35 @@ class _Shell:
         return hash(type(self.value))
 
 
+class PlainValue:
+    """A number, string or the like, equal to what a model cannot tell from it.
+
+    1, 1.0 and True are equal in Python but not to a model, nor are 0.0 and -0.0; a NaN is equal to itself here.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.key = (type(value), repr(value) if isinstance(value, (float, complex)) else value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlainValue) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
     """The batch without its tensors; `join` puts tensors back in."""
 
     tree: Any
-    plain: tuple[Any, ...]  # one entry a leaf: the plain value, or TENSOR
+    plain: tuple[int | PlainValue, ...]  # one entry a leaf: the number of its tensor, or a plain value
+    shared: tuple[int, ...]  # per tensor, the first one that lies in the same memory
 
     def join(self, tensors: Sequence[torch.Tensor]) -> Any:
-        waiting = iter(tensors)
-        leaves = [next(waiting) if value is TENSOR else value[1] for value in self.plain]
+        distinct = list(tensors)
+        leaves = [distinct[entry] if isinstance(entry, int) else entry.value for entry in self.plain]
         return pytree.tree_unflatten(leaves, self.tree)
-
-
-TENSOR = "tensor"
 
 
 def split_batch(batch: Any) -> tuple[list[torch.Tensor], BatchSpec]:
@@ -93,21 +108,25 @@ def split_batch(batch: Any) -> tuple[list[torch.Tensor], BatchSpec]:
         for kind in unknown:
             _register(kind)
     tensors: list[torch.Tensor] = []
-    plain: list[Any] = []
+    plain: list[int | PlainValue] = []
+    number: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-            plain.append(TENSOR)
+            # A tensor that is in the batch twice is one input: a change of it is seen in both places.
+            if id(leaf) not in number:
+                number[id(leaf)] = len(tensors)
+                tensors.append(leaf)
+            plain.append(number[id(leaf)])
         elif isinstance(leaf, PLAIN):
-            # 1, 1.0 and True are equal in Python but not to a model, so the type is part of the value.
-            plain.append((type(leaf), leaf))
+            plain.append(PlainValue(leaf))
         else:
             raise TypeError(
                 f"the batch holds a {type(leaf).__module__}.{type(leaf).__qualname__}; weft takes tensors and plain "
                 "values (numbers, strings, None) in dicts, lists, tuples and dataclasses. Convert it to a tensor "
                 "before the call, for instance with torch.as_tensor."
             )
-    return tensors, BatchSpec(tree, tuple(plain))
+    storages = [storage_key(tensor) for tensor in tensors]
+    return tensors, BatchSpec(tree, tuple(plain), tuple(storages.index(key) for key in storages))
 
 
 def tensor_key(tensor: torch.Tensor) -> Hashable:
