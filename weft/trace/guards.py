@@ -156,7 +156,7 @@ def reseeding_located() -> Iterator[None]:
 
     def watch(frame: Any, event: str, argument: Any) -> None:
         name = frame.f_code.co_name if event == "call" else getattr(argument, "__name__", "")
-        if event not in ("call", "c_call") or name not in ("manual_seed", "seed"):
+        if event not in ("call", "c_call") or name != "manual_seed":
             return
         caller = frame
         while caller is not None and caller.f_code.co_filename.startswith((torch_folder, "<")):
