@@ -6,6 +6,9 @@ where it is mended.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
@@ -23,9 +26,12 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "all_gather",
+    "drop_step_hooks",
     "fake_mode",
+    "has_step_hooks",
     "make_fx",
     "mark_stepped",
+    "op_schema",
     "parameter_hooks",
     "plain_tensor_access",
     "pytree",
@@ -68,6 +74,20 @@ def storage_key(tensor: torch.Tensor) -> int:
 def parameter_hooks(parameter: torch.Tensor) -> bool:
     """Whether hooks on the parameter's gradient are registered."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def op_schema(target: Any) -> torch._C.FunctionSchema | None:
+    """The declared signature of an ATen op; None for everything else."""
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -42,7 +42,7 @@ def gather_order(trace: Trace, layout: Layout) -> tuple[tuple[int, str], ...]:
     """The order in which the sharded buckets are gathered: that of their uses in the trace that makes the layout."""
     emitter = _Emitter(trace, layout, "only", 1, False, False)
     emitter.order = None
-    emitter.emit()
+    step = emitter.emit()
     order = emitter.issued_order
     forward = [item for item in order if item[1] == "forward"]
     backward = [item for item in order if item[1] == "backward"]
@@ -50,9 +50,23 @@ def gather_order(trace: Trace, layout: Layout) -> tuple[tuple[int, str], ...]:
     first = {bucket for bucket, _ in forward}
     forward += [(bucket, "forward") for bucket, _ in backward if bucket not in first]
     backward = [item for item in backward if item[0] in first]
-    if forward and backward and forward[-1][0] == backward[0][0]:
+    if backward and backward[0][0] == _released_last_in_forward(step):
         backward = backward[1:]  # used last and first: giving it back in between saves nothing
     return (*forward, *backward)
+
+
+def _released_last_in_forward(step: StepGraph) -> int | None:
+    """The bucket that is released last before any bucket is gathered a second time."""
+    gathered: set[int] = set()
+    last = None
+    for node in step.step_nodes():
+        if node.target is g.release:
+            last = g.bucket_of(node)
+        elif node.target is g.gather:
+            if g.bucket_of(node) in gathered:
+                return last
+            gathered.add(g.bucket_of(node))
+    return None
 
 
 class _Emitter:

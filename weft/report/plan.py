@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 from weft import graph as g
@@ -100,14 +99,12 @@ class Plan:
 def program_code(step: StepGraph) -> str:
     by_name = {node.name: node for node in step.graph.nodes}
     lines = []
-    for line in step.graph.python_code("self").src.splitlines():
+    for line in step.graph.python_code("self").src.strip().splitlines():
         match = re.match(r"\s+(\w+)(?:\s*:[^=]*)? = ", line)
         node = by_name.get(match[1]) if match else None
+        if node is not None and not node.users:
+            # A statement: without the name that fx gives its result, and takes away again.
+            line = line.replace(f"{node.name} = ", "").removesuffix(";  None")
         origin = node.meta.get("pass") if node is not None else None
-        lines.append(f"{line}  # {origin}" if origin else line)
+        lines.append(f"{line.rstrip()}  # {origin}" if origin else line.rstrip())
     return "\n".join(lines).replace("weft_graph_", "weft.")
-
-
-def collective_counts(step: StepGraph) -> Counter[str]:
-    """How often a program issues each kind of step node."""
-    return Counter(node.target.__name__ for node in step.step_nodes())  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from weft._torch import parameter_hooks, plain_tensor_access, storage_key
+from weft._torch import has_step_hooks, parameter_hooks, plain_tensor_access, storage_key
 
 
 def check_model(model: nn.Module) -> torch.device:
@@ -51,7 +51,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
                     "one of the model's: construct the optimizer from the parameters of the model that is compiled"
                 )
             group_of[index[id(parameter)]] = number
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         raise ValueError("the optimizer has step hooks, which a compiled step would not run; remove them")
     return group_of
 

@@ -7,14 +7,15 @@ their step counters, as in eager. Whether an optimizer is elementwise is not loo
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weft.state.layout import Bucket
+from weft._torch import drop_step_hooks
+from weft.state.layout import Bucket, Slot
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ def shadow(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # LR schedulers wrap the user's instance
     twin.state = defaultdict(dict)
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
+    drop_step_hooks(twin)
     twin.param_groups = []
     return twin
 
@@ -238,7 +238,7 @@ class BucketOptimizer:
         return value.to(self.master.device) if self.fused and isinstance(value, torch.Tensor) else value
 
 
-def _flatten_like(value: torch.Tensor, slot: Any) -> torch.Tensor:
+def _flatten_like(value: torch.Tensor, slot: Slot) -> torch.Tensor:
     """A full-shaped state tensor in the order in which the parameter's elements lie in memory."""
     flat = torch.empty(slot.numel, dtype=value.dtype, device=value.device)
     flat.as_strided(slot.shape, slot.stride).copy_(value.reshape(slot.shape))

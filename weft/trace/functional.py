@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.func import functionalize as torch_functionalize
 
-from weft._torch import make_fx
+from weft._torch import make_fx, op_schema
 from weft.trace.randomness import is_random
 
 aten = torch.ops.aten
@@ -22,8 +22,8 @@ IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
 def is_mutating(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
+    schema = op_schema(node.target)
+    return schema is not None and schema.is_mutable
 
 
 def mutating_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft._torch import FakeTensor, plain_tensor_access, storage_key
+from weft._torch import FakeTensor, op_schema, plain_tensor_access, storage_key
 from weft.errors import TraceError, UnlocatedTraceError
 from weft.trace.functional import OURS, last_user_line
 
@@ -88,8 +88,9 @@ class ParameterGuard(TorchDispatchMode):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
                     self._check_constant(tensor)
-        if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
+        schema = op_schema(func)
+        if schema is not None and schema.is_mutable:
+            for argument, value in zip(schema.arguments, args, strict=False):
                 written = argument.alias_info is not None and argument.alias_info.is_write
                 if written and isinstance(value, torch.Tensor) and storage_key(value) in self.traced:
                     raise TraceError(

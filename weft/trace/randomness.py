@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft._torch import pytree
+from weft._torch import op_schema, pytree
 from weft.errors import TraceError, UnlocatedTraceError
 
 aten = torch.ops.aten
@@ -23,10 +23,11 @@ aten = torch.ops.aten
 
 def is_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of this op draws from a generator."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    schema = op_schema(target)
+    if schema is None or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     # Fused attention draws only for its dropout.
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema.arguments):
         if argument.name == "dropout_p":
             value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
             return value != 0.0
