@@ -18,7 +18,7 @@ WORLD = 2
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, lambda *_: None)  # for the children to act on; this process waits for them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # gpt.py handles it once it is up; this process waits for it
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
