@@ -380,16 +380,31 @@ def test_gradients_of_weights_are_written_where_they_are_reduced() -> None:
     assert len(nodes(step, g.staged)) + len(nodes(step, g.stage)) == len(nodes(program(stage_in_place=False), g.stage))
 
 
-def test_values_derived_from_parameters_are_not_kept_for_backward() -> None:
-    """LoRA's `1 + scale` is computed again from the second gather: nothing else crosses from forward to backward."""
-    step = program("lora")
+class Scaled(nn.Module):
+    """A weight that forward and backward use as `1 + w`, with other layers before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.layers
+        return third(second(torch.tanh(first(x)) * (1 + self.scale))).square().mean()
+
+
+def test_values_derived_from_parameters_are_computed_again_in_backward() -> None:
+    model = Scaled()
+    traced = trace(model, torch.randn(2, 8))
+    layout = lay_out(model, traced, "zero3", 2, bucket_bytes=1)
+    step = build_program(traced, layout, options(), "only", whole_update=False)
     order = {node: i for i, node in enumerate(step.graph.nodes)}
     scale = [n for n in step.graph.nodes if n.meta.get("parameter") == "scale"]
     assert len(scale) == 2, "one value a gather"
     sums = [[user for user in value.users if user.target is torch.ops.aten.add.Tensor] for value in scale]
-    assert all(sums), "each phase computes its own"
+    assert [len(found) for found in sums] == [1, 1], "each phase computes its own"
     again = order[scale[1].args[0]]  # type: ignore[index]
-    assert all(order[reader] < again for total in sums[0] for reader in total.users)
+    assert all(order[reader] < again for reader in sums[0][0].users), "forward's is not read by backward"
 
 
 def test_the_same_trace_gives_the_same_program() -> None:
