@@ -228,15 +228,19 @@ CASES: dict[str, Case] = {
 }
 
 
+# Where names are looked up; tests/ecosystem.py adds to it.
+REGISTRY = dict(CASES)
+
+
 def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A case's model, with the same values on every call."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        return CASES[name].build().to(dtype)
+        return REGISTRY[name].build().to(dtype)
 
 
 def batches(name: str, rank: int, step: int, count: int) -> list[Batch]:
     """A rank's micro-batches of one step."""
-    case = CASES[name]
+    case = REGISTRY[name]
     make = case.second_batch if case.second_batch and step % 2 else case.batch
     return [make(torch.Generator().manual_seed(1000 * rank + 10 * step + i)) for i in range(count)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.models import CASES, batches, build
+from tests.models import REGISTRY, batches, build
 from weft.trace.capture import default_loss
 
 SEED = 11
@@ -38,7 +38,7 @@ def train_eagerly(
     steps: int = 5,
     dtype: torch.dtype = torch.float64,
 ) -> Trained:
-    case = CASES[name]
+    case = REGISTRY[name]
     model = build(name, dtype)
     optimizer = case.optimizer(model)
     scheduler = make_scheduler(optimizer) if case.scheduler else None
@@ -94,11 +94,12 @@ def train_compiled(
     dtype: torch.dtype = torch.float64,
     poison: bool = True,
     passes: dict[str, Any] | None = None,
+    bucket_bytes: int = 2000,
 ) -> Trained:
     """The same run through weft, on the rank that this process is."""
     import weft
 
-    case = CASES[name]
+    case = REGISTRY[name]
     model = build(name, dtype)
     optimizer = case.optimizer(model)
     scheduler = make_scheduler(optimizer) if case.scheduler else None
@@ -110,7 +111,7 @@ def train_compiled(
         accumulate=accumulate,
         clip_norm=clip,
         seed=SEED,
-        passes={"shard": {"bucket_bytes": 2000}, **(passes or {})},
+        passes={"shard": {"bucket_bytes": bucket_bytes}, **(passes or {})},
         timeout=60,
     )
     result = Trained({}, [], [[]])

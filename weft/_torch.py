@@ -19,12 +19,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "WeakIdKeyDictionary",
     "all_gather",
     "drop_step_hooks",
     "fake_mode",

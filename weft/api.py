@@ -32,6 +32,7 @@ from weft.state.layout import Layout, ParameterInfo, make_layout
 from weft.state.optimizer import Probe, group_options, probe
 from weft.state.parameters import manage, placeholder, unguarded
 from weft.state.shards import BucketState, flatten, return_freed_memory
+from weft.trace.ambient import Ambient
 from weft.trace.capture import Loss, ParameterSpec, Trace, capture, default_loss
 from weft.trace.randomness import device_generator
 from weft.trace.signature import BatchSpec, signature, split_batch, tensor_key
@@ -135,6 +136,7 @@ class Step:
         if not any(self._trained):
             raise ValueError("the optimizer holds no parameter that requires grad: there is nothing to train")
         self._modules = list(model.modules())
+        self._ambient = Ambient(model, loss)
         self._tree = ModelTree(model, optimizer)
         self._buffer_slots = buffer_slots(model)
         self._probe: Probe = probe(optimizer, self._device)
@@ -375,15 +377,20 @@ class Step:
     def _entry(self, batch: Any, training: bool) -> tuple[_Entry, list[torch.Tensor]]:
         """The trace for a batch, made on first sight, and the batch's tensors."""
         tensors, spec = split_batch(batch)
-        key = (
+        inputs = (
             signature(tensors, spec, self._modules, self._device, training),
             tuple(tensor_key(buffer) for buffer in self._buffers()),
         )
+        key = (inputs, self._ambient.version())
         entry = self._entries.get(key)
         if entry is None:
             entry = _Entry(self._capture(tensors, spec, training))
             if self._layout is None and training:
                 self._layout = self._make_layout(entry.trace)
+            before = self._entries.get((inputs, self._ambient.previous))
+            if before is not None and before.trace.same_as(entry.trace):
+                self._ambient.did_not_matter()
+                entry, key = before, (inputs, self._ambient.version())
             self._entries[key] = entry
             if len(self._entries) > SIGNATURES_KEPT:
                 self._entries.popitem(last=False)

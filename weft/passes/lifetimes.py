@@ -84,8 +84,3 @@ def buffer_numel(kind: str, bucket: Bucket) -> int:
 def received_numel(bucket: Bucket) -> int:
     """What the other ranks send of this rank's slice."""
     return bucket.numel - bucket.slice_numel
-
-
-def _extend(spans: dict[tuple[str, int], list[tuple[int, int]]], key: tuple[str, int], position: int) -> None:
-    start = spans[key][0][0] if key in spans else position
-    spans[key] = [(start, position)]

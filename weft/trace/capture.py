@@ -71,8 +71,10 @@ class Trace:
         """Which parameters get a gradient."""
         return tuple(gradient is not None for gradient in self.gradients)
 
-    def node_count(self) -> int:
-        return sum(node.op == "call_function" for node in self.graph.nodes)
+    def same_as(self, other: Trace) -> bool:
+        """Whether both compute the same, node by node."""
+        difference = functional.first_difference(self.graph, other.graph, self.constants, other.constants)
+        return difference is None and self.extras_spec == other.extras_spec
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -245,7 +247,13 @@ def capture(
         with restored(model), _cast_inputs(model, compute_dtype), _refusals():
             first = run(_BASE_KEY)
             # What forward left on the modules stays for the second run: a counter then shows as a changed constant.
-            difference = functional.first_difference(first.traced, run(2 * _BASE_KEY).traced)
+            second = run(2 * _BASE_KEY).traced
+            difference = functional.first_difference(
+                first.traced.graph,
+                second.graph,
+                functional.constants_of(first.traced),
+                functional.constants_of(second),
+            )
     except UnlocatedTraceError as error:
         run_and_find_lines()
         raise TraceError(str(error)) from error.__cause__

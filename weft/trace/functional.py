@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,17 @@ class Difference:
     text: str
 
 
-def first_difference(first: fx.GraphModule, second: fx.GraphModule) -> Difference | None:
+def constants_of(traced: fx.GraphModule) -> dict[str, Any]:
+    """The tensors that a trace took over as they were."""
+    return {node.target: getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")}
+
+
+def first_difference(
+    first: fx.Graph, second: fx.Graph, constants: Mapping[str, Any], second_constants: Mapping[str, Any]
+) -> Difference | None:
     """The first node in which two traces differ, constants' values included; None if they are equal."""
-    position = {node: index for index, node in enumerate(first.graph.nodes)}
-    position |= {node: index for index, node in enumerate(second.graph.nodes)}
+    position = {node: index for index, node in enumerate(first.nodes)}
+    position |= {node: index for index, node in enumerate(second.nodes)}
 
     def comparable(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -69,9 +76,9 @@ def first_difference(first: fx.GraphModule, second: fx.GraphModule) -> Differenc
             return (value.start, value.stop, value.step)
         return (type(value), str(value))
 
-    for index, (one, two) in enumerate(zip(first.graph.nodes, second.graph.nodes, strict=False)):
+    for index, (one, two) in enumerate(zip(first.nodes, second.nodes, strict=False)):
         if one.op == "get_attr" and two.op == "get_attr":
-            if not _same_constant(getattr(first, one.target), getattr(second, two.target)):
+            if not _same_constant(constants[one.target], second_constants[two.target]):
                 return Difference(index, f"the constant tensor {one.name} has other values at a second look")
             continue
         if (one.op, one.target) != (two.op, two.target):
@@ -80,11 +87,9 @@ def first_difference(first: fx.GraphModule, second: fx.GraphModule) -> Differenc
             return Difference(
                 index, f"{one.target}{_plain(one.args)} at one time, {two.target}{_plain(two.args)} at another"
             )
-    if len(first.graph.nodes) != len(second.graph.nodes):
-        count = min(len(first.graph.nodes), len(second.graph.nodes)) - 1
-        return Difference(
-            count, f"{len(first.graph.nodes)} operations at one time, {len(second.graph.nodes)} at another"
-        )
+    if len(first.nodes) != len(second.nodes):
+        count = min(len(first.nodes), len(second.nodes)) - 1
+        return Difference(count, f"{len(first.nodes)} operations at one time, {len(second.nodes)} at another")
     return None
 
 
@@ -149,11 +154,11 @@ def simplify(traced: fx.GraphModule, labels: Sequence[str], inputs: int) -> tupl
             continue
         if node.op == "output":
             break
+        if node not in used:
+            continue
         if node.target in IDENTITIES:
             env[node] = env[node.args[0]]
             after_loss = after_loss or node is loss_marker
-            continue
-        if node not in used:
             continue
         if _writes_back_state(node, states):
             continue
