@@ -21,13 +21,17 @@ from typing import Any
 
 from weft.lab import limits, network
 from weft.lab.errors import LabError
-from weft.lab.network import INTERFACE, Network
+from weft.lab.network import INTERFACE, MOST_HOSTS, Network
 
 RUN = Path("/run/weft-lab")
 PREFIX = "weft"
 # On the host: its name, the names of the others, its control group, and then the command itself.
 ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && echo 0 > "$2" && shift 2 && exec "$@"'
-NEEDED = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux", "setpriv": "util-linux"}
+NEEDED = {
+    **dict.fromkeys(("ip", "tc"), "iproute2"),
+    **dict.fromkeys(("nsenter", "unshare", "setpriv", "taskset", "mount"), "util-linux"),
+    "hostname": "hostname",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Shape:
         shared = ""
         if self.hosts * self.cores > available_cores():
             shared = f", {available_cores()} real cores shared by all"
-        return f"{self.hosts} hosts of {self.cores} core(s){memory}, {rates} Gbit/s each way{shared}"
+        hosts = f"{self.hosts} host" + ("s" if self.hosts > 1 else "")
+        return f"{hosts} of {self.cores} core(s){memory}, {rates} Gbit/s each way{shared}"
 
 
 def available_cores() -> int:
@@ -77,6 +82,8 @@ def check_machine(shape: Shape) -> None:
             f"{shape.hosts} hosts of {shape.cores} core(s) need {wanted} cores and there are {there}: ask for fewer, "
             "or let hosts share cores with --oversubscribe (compute is then slower than on real hosts)"
         )
+    if shape.hosts > MOST_HOSTS:
+        raise LabError(f"{shape.hosts} hosts: there are addresses for {MOST_HOSTS}")
     if shape.memory is not None and shape.memory < 64 * 2**20:
         raise LabError(f"{shape.memory} bytes of memory a host are too few to start Python in: give at least 64MiB")
 
@@ -162,30 +169,34 @@ def signal_command(process: subprocess.Popen[Any], number: signal.Signals) -> No
 def _claim_name() -> tuple[str, int]:
     for number in range(1000):
         name = f"{PREFIX}{number}"
-        lock = os.open(RUN / name, os.O_CREAT | os.O_RDWR)
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Between opening and locking another lab may have ended and removed the file.
-            if (RUN / name).exists() and os.fstat(lock).st_ino == (RUN / name).stat().st_ino:
-                _remove(name)
-                return name, lock
-        os.close(lock)
+        if (lock := _lock(RUN / name, os.O_CREAT)) is not None:
+            _remove(name)
+            return name, lock
     raise LabError(f"there are 1000 labs in {RUN}: remove what is not needed")
 
 
 def remove_abandoned() -> None:
     """Remove what labs left whose owner was killed."""
     for path in sorted(path for path in RUN.iterdir() if path.is_file()):
-        lock = os.open(path, os.O_RDWR)
-        try:
+        if (lock := _lock(path)) is not None:
+            try:
+                _remove(path.name)
+                path.unlink(missing_ok=True)
+            finally:
+                os.close(lock)
+
+
+def _lock(path: Path, flags: int = 0) -> int | None:
+    """The lock of a lab's name; None where another lab has it."""
+    with suppress(FileNotFoundError):
+        lock = os.open(path, os.O_RDWR | flags)
+        with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue  # in use
-        else:
-            _remove(path.name)
-            path.unlink(missing_ok=True)
-        finally:
-            os.close(lock)
+            # Between opening and locking another lab may have ended and removed the file, and a third made it anew.
+            if os.fstat(lock).st_ino == path.stat().st_ino:
+                return lock
+        os.close(lock)
+    return None
 
 
 def _remove(name: str) -> None:

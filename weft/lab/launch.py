@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 from weft.lab.cluster import Lab, Shape, signal_command
@@ -94,10 +95,13 @@ def _show(source: IO[bytes] | None, prefix: str) -> threading.Thread:
     assert source is not None
 
     def copy() -> None:
-        for line in source:
-            text = line.decode(errors="replace").rstrip("\r\n")
-            sys.stdout.write(f"{prefix}{text}\n")
-            sys.stdout.flush()
+        with source:
+            for line in source:
+                text = line.decode(errors="replace").rstrip("\r\n")
+                # Read on when nobody listens any more (`| head`): a full pipe would stop the host.
+                with suppress(BrokenPipeError):
+                    sys.stdout.write(f"{prefix}{text}\n")
+                    sys.stdout.flush()
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()

@@ -35,11 +35,14 @@ class Group:
         return self.path / "cgroup.procs"
 
     def create(self, memory: int | None) -> None:
-        self.lab.mkdir(exist_ok=True)
-        if not self.legacy:
-            for parent in (CGROUPS, self.lab):
-                (parent / "cgroup.subtree_control").write_text("+memory")
-        self.path.mkdir()
+        try:
+            self.lab.mkdir(exist_ok=True)
+            if not self.legacy:
+                for parent in (CGROUPS, self.lab):
+                    (parent / "cgroup.subtree_control").write_text("+memory")
+            self.path.mkdir()
+        except OSError as error:
+            raise LabError(f"the control group {self.path} cannot be made: {error}") from error
         if memory is None:
             return
         if self.legacy:

@@ -13,6 +13,7 @@ from pathlib import Path
 from weft.lab.errors import LabError
 
 INTERFACE = "eth0"
+MOST_HOSTS = 254  # in the network 10.77.0.0/24
 NAMESPACES = Path("/run/netns")
 
 
