@@ -239,8 +239,13 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
         return REGISTRY[name].build().to(dtype)
 
 
-def batches(name: str, rank: int, step: int, count: int) -> list[Batch]:
+def batches(name: str, rank: int, step: int, count: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
     """A rank's micro-batches of one step."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
     case = REGISTRY[name]
     make = case.second_batch if case.second_batch and step % 2 else case.batch
-    return [make(torch.Generator().manual_seed(1000 * rank + 10 * step + i)) for i in range(count)]
+    seeds = [1000 * rank + 10 * step + index for index in range(count)]
+    return [torch.utils._pytree.tree_map(cast, make(torch.Generator().manual_seed(seed))) for seed in seeds]

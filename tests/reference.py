@@ -56,7 +56,7 @@ def train_eagerly(
                 setattr(model.get_submodule(path), attribute, value.clone())
             torch.set_rng_state(states[rank])
             found = []
-            for batch in batches(name, rank, step, accumulate):
+            for batch in batches(name, rank, step, accumulate, dtype):
                 output = loss_function(model, batch)
                 loss, extras = output if isinstance(output, tuple) else (output, None)
                 loss.backward()
@@ -116,7 +116,7 @@ def train_compiled(
     )
     result = Trained({}, [], [[]])
     for index in range(steps):
-        data = batches(name, rank, index, accumulate)
+        data = batches(name, rank, index, accumulate, dtype)
         output = step(data if accumulate > 1 else data[0])
         if poison and step._executor is not None:
             step._executor.poison = True

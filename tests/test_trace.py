@@ -22,6 +22,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from tests.models import CASES
+from tests.reference import train_compiled, train_eagerly, worst_error
 
 MODES = ("replicate", "zero1", "zero2", "zero3")
 WIDTH = 4
@@ -1149,3 +1151,11 @@ def test_a_parameter_written_between_steps_is_honoured() -> None:
         model.linear.weight.zero_()
         model.linear.bias.fill_(0.25)
     assert step(rows()).item() == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_single_precision_trains_as_in_eager(name: str) -> None:
+    """Its kernels are others than double's: oneDNN's LSTM, for one."""
+    expected = train_eagerly(name, steps=2, dtype=torch.float32)
+    error, where = worst_error(train_compiled(name, "replicate", steps=2, dtype=torch.float32), expected)
+    assert error < 1e-3, where

@@ -667,7 +667,7 @@ class Step:
         for index, parameter in enumerate(self._parameters):
             if index not in self._layout.slot_of:
                 loose.append(parameter.detach().to(self._infos[index].compute))
-        return [*loose, *self._buffers(), *tensors]
+        return [*loose, *(tensor.detach() for tensor in (*self._buffers(), *tensors))]
 
     def _buffer_names(self) -> list[str]:
         return [name for name, _, _ in self._buffer_slots]

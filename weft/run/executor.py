@@ -112,7 +112,9 @@ class Executor:
             outer = generator.get_state()
             generator.set_state(self.random_state)
         try:
-            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            # Nothing here requires grad, but some kernels (oneDNN's LSTM) keep what backward needs only in grad mode.
+            trains = program.step.variant != "evaluate"
+            with torch.set_grad_enabled(trains), torch.autocast(self.device.type, enabled=False):
                 return program.forward(self, *inputs)
         finally:
             self.random_positions.clear()
