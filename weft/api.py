@@ -6,10 +6,8 @@ import atexit
 import hashlib
 import inspect
 import weakref
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -34,10 +32,10 @@ from weft.state.parameters import manage, placeholder, unguarded
 from weft.state.shards import BucketState, flatten, return_freed_memory
 from weft.trace.ambient import Ambient
 from weft.trace.capture import Loss, ParameterSpec, Trace, capture, default_loss
+from weft.trace.known import Known, KnownTraces
 from weft.trace.randomness import device_generator
-from weft.trace.signature import BatchSpec, signature, split_batch, tensor_key
-
-SIGNATURES_KEPT = 64
+from weft.trace.signature import BatchSpec, split_batch, structure_of
+from weft.trace.sizes import OpenDims
 
 
 def compile(
@@ -112,14 +110,6 @@ def _drain_all() -> None:
             step.drain()
 
 
-@dataclass
-class _Entry:
-    """What is kept of a signature: its trace, and the programs made of it so far."""
-
-    trace: Trace
-    programs: dict[str, Program] = field(default_factory=dict)
-
-
 class Step:
     """A compiled training step. Call it with a batch; it returns this rank's loss (and the loss function's extras)."""
 
@@ -149,13 +139,13 @@ class Step:
         ]
         seed = torch.initial_seed() if options.seed is None else options.seed
         self._random_state = _seeded_state(self._device, seed + self._collectives.rank)
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._known = KnownTraces(self._ambient)
         self._layout: Layout | None = None
         self._executor: Executor | None = None
         self._guarded = False
         self._inside_gathered = False
         self._failed: str | None = None
-        self._plan_of: list[_Entry] = []
+        self._plan_of: list[Known] = []
         _alive.add(self)
         optimizer.register_state_dict_pre_hook(self._before_optimizer_state_dict)
         optimizer.register_load_state_dict_post_hook(self._after_optimizer_load)
@@ -374,31 +364,22 @@ class Step:
             why += [f"{'->' if cost is chosen else '  '} {_describe_cost(cost)}" for cost in costs]
         return chosen.mode, why
 
-    def _entry(self, batch: Any, training: bool) -> tuple[_Entry, list[torch.Tensor]]:
-        """The trace for a batch, made on first sight, and the batch's tensors."""
+    def _entry(self, batch: Any, training: bool) -> tuple[Known, list[torch.Tensor]]:
+        """The trace for a batch, made where none is known that serves it, and the batch's tensors."""
         tensors, spec = split_batch(batch)
-        inputs = (
-            signature(tensors, spec, self._modules, self._device, training),
-            tuple(tensor_key(buffer) for buffer in self._buffers()),
-        )
-        key = (inputs, self._ambient.version())
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = _Entry(self._capture(tensors, spec, training))
-            if self._layout is None and training:
-                self._layout = self._make_layout(entry.trace)
-            before = self._entries.get((inputs, self._ambient.previous))
-            if before is not None and before.trace.same_as(entry.trace):
-                self._ambient.did_not_matter()
-                entry, key = before, (inputs, self._ambient.version())
-            self._entries[key] = entry
-            if len(self._entries) > SIGNATURES_KEPT:
-                self._entries.popitem(last=False)
-        else:
-            self._entries.move_to_end(key)
-        return entry, tensors
+        structure = structure_of(tensors, spec, self._modules, self._buffers(), self._device, training)
 
-    def _capture(self, tensors: Sequence[torch.Tensor], spec: BatchSpec, training: bool) -> Trace:
+        def captured(open_dims: OpenDims | None) -> Trace:
+            return self._capture(tensors, spec, training, open_dims)
+
+        known = self._known.find(tensors, structure, captured)
+        if self._layout is None and training:
+            self._layout = self._make_layout(known.trace)
+        return known, tensors
+
+    def _capture(
+        self, tensors: Sequence[torch.Tensor], spec: BatchSpec, training: bool, open_dims: OpenDims | None
+    ) -> Trace:
         with unguarded(self._parameters), torch.inference_mode(False):
             return capture(
                 self.model,
@@ -409,6 +390,7 @@ class Step:
                 device=self._device,
                 backward=training,
                 compute_dtype=self._options.precision.compute,
+                open_dims=open_dims,
             )
 
     def _ensure_layout(self, batch: Any) -> None:
@@ -460,7 +442,7 @@ class Step:
             return "only"
         return "first" if index == 0 else "last" if index == count - 1 else "middle"
 
-    def _program(self, entry: _Entry, variant: Variant) -> Program:
+    def _program(self, entry: Known, variant: Variant) -> Program:
         if variant not in entry.programs:
             assert self._layout is not None
             step = build_program(
@@ -471,7 +453,7 @@ class Step:
 
     # ---- state ----
 
-    def _materialised(self, entry: _Entry) -> Executor:
+    def _materialised(self, entry: Known) -> Executor:
         """Move parameters into buckets, at the first call that runs something: rank 0's values, on every rank."""
         if self._executor is not None:
             return self._executor
@@ -661,7 +643,7 @@ class Step:
             raise ValueError(f"accumulate={count}: the batch is a list of {count} micro-batches, and this is {seen}")
         return batch
 
-    def _inputs(self, entry: _Entry, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _inputs(self, entry: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert self._layout is not None
         loose = []
         for index, parameter in enumerate(self._parameters):
