@@ -72,7 +72,8 @@ def fake_mode(symbolic: bool = False) -> FakeTensorMode:
     gradients), so that a second trace would differ from the first: start from an empty one.
     """
     FakeTensorMode.cache_clear()
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False) if symbolic else None)
+    environment = ShapeEnv(duck_shape=False) if symbolic else None
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
 
 
 # What the text of a printed size or guard refers to.
