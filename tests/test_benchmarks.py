@@ -56,7 +56,14 @@ def result(**changes: Any) -> dict[str, Any]:
     }
     outcomes["fsdp2"] = vars(Outcome("fsdp2", "FSDP2", why_not="it has no | LSTM"))
     shape = {"workload": "gpt", "size": "small", "hosts": 2, "gbit": [1.0, 1.0], "lab": "2 hosts"}
-    return {**shape, "parameters": 10**6, "rounds": 2, "steps_a_turn": 3, "baseline": "ddp", "outcomes": outcomes} | changes
+    return {
+        **shape,
+        "parameters": 10**6,
+        "rounds": 2,
+        "steps_a_turn": 3,
+        "baseline": "ddp",
+        "outcomes": outcomes,
+    } | changes
 
 
 def test_the_bound_counts_a_third_pass_for_who_releases_parameters() -> None:

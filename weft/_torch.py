@@ -12,27 +12,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
+    "SYMPY_FUNCTIONS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "SYMPY_FUNCTIONS",
     "ShapeEnv",
     "WeakIdKeyDictionary",
     "all_gather",
+    "default_store",
     "drop_step_hooks",
     "enable_python_dispatcher",
     "fake_mode",
@@ -125,6 +126,11 @@ def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell LR schedulers that the optimizer has stepped: they warn about the order of calls otherwise."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def default_store() -> dist.Store:
+    """The store through which the ranks of this job found each other; they may leave notes in it."""
+    return dist.distributed_c10d._get_default_store()
 
 
 # PyTorch 2.13 renamed the flat collectives and warns about the old names; 2.11 knows only those.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weft._torch import mark_stepped, plain_tensor_access, pytree
-from weft.errors import ShardedError
+from weft.errors import LossError, ShardedError
 from weft.graph import StepGraph, Variant
 from weft.options import Options, Precision, budget_bytes, check_options
 from weft.passes.pipeline import build_program
@@ -55,6 +55,7 @@ def compile(
     cache_dir: str | None = None,
     mesh: Any = None,
     timeout: float | timedelta = 600.0,
+    debug: bool = False,
 ) -> Step:
     """Compile a training step: `step(batch)` runs forward, backward, reduction and update on all ranks.
 
@@ -72,6 +73,7 @@ def compile(
         seed: of dropout; None derives it from `torch.initial_seed()`. Rank r draws as after `manual_seed(seed + r)`.
         mesh: a one-dimensional `DeviceMesh`; None means all ranks.
         timeout: seconds after which a wait on another rank becomes an error.
+        debug: number every collective, and make one that is out of sequence an error that names both sides.
     """
     options = check_options(
         mode=mode,
@@ -86,6 +88,7 @@ def compile(
         cache_dir=cache_dir,
         mesh=mesh,
         timeout=timeout,
+        debug=debug,
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; weft.compile takes a torch.nn.Module")
@@ -130,7 +133,7 @@ class Step:
         self._tree = ModelTree(model, optimizer)
         self._buffer_slots = buffer_slots(model)
         self._probe: Probe = probe(optimizer, self._device)
-        self._collectives: Local = connect(self._device, options.mesh, options.timeout)
+        self._collectives: Local = connect(self._device, options.mesh, options.timeout, debug=options.debug)
         self._infos = self._parameter_infos()
         self._mode, self._why = self._choose_mode()
         self._specs = [
@@ -142,6 +145,7 @@ class Step:
         self._known = KnownTraces(self._ambient)
         self._layout: Layout | None = None
         self._executor: Executor | None = None
+        self._steps = 0
         self._guarded = False
         self._inside_gathered = False
         self._failed: str | None = None
@@ -180,6 +184,9 @@ class Step:
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
             raise
+        if executor.without_loss:
+            raise self._loss_error(executor.without_loss, outputs)
+        self._steps += 1
         mark_stepped(self.optimizer)
         losses = [output[0] for output in outputs]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -601,6 +608,7 @@ class Step:
 
         def closure() -> torch.Tensor:
             results = answered.pop() if answered else run()
+            executor.without_loss = ()  # a line search may step where there is no loss, and comes back
             set_gradients()
             return mean_loss(results)
 
@@ -618,6 +626,16 @@ class Step:
             state.refresh()
 
     # ---- small things ----
+
+    def _loss_error(self, ranks: Sequence[int], outputs: Sequence[tuple[Any, ...]]) -> LossError:
+        mine = ", ".join(f"{float(output[0]):g}" for output in outputs)
+        where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return LossError(
+            f"the loss of step {self._steps + 1} is not a number{where if self._collectives.world > 1 else ''} (here: "
+            f"{mine}). Nothing was updated on any rank: parameters, buffers, optimizer and random state are as after "
+            f"step {self._steps}. Look at this batch, lower the learning rate or clip gradients (clip_norm=1.0); to "
+            "skip such batches, catch weft.LossError on all ranks"
+        )
 
     def _check_usable(self) -> None:
         if self._failed is not None:

@@ -58,7 +58,7 @@ class Stored:
         stop = self.numel if stop is None else stop
         values = torch.empty(stop - start, dtype=self.dtype)
         if values.numel():
-            raw = memoryview(values.view(torch.uint8).numpy())
+            raw = values.view(torch.uint8).numpy().data
             with open(self.path, "rb") as file:
                 file.seek(self.start + start * self.dtype.itemsize)
                 if file.readinto(raw) != len(raw):
@@ -116,4 +116,4 @@ def write(
 def _write_one(file: BinaryIO, value: torch.Tensor) -> None:
     flat = value.detach().cpu().contiguous().view(-1)
     if flat.numel():
-        file.write(memoryview(flat.view(torch.uint8).numpy()))
+        file.write(flat.view(torch.uint8).numpy().data)

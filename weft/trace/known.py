@@ -97,7 +97,10 @@ class KnownTraces:
     def _family(self, structure: Structure, version: int, tensors: Sequence[torch.Tensor]) -> _Family:
         key = (structure, version)
         if key not in self._families:
-            self._families[key] = _Family(tuple(tensor.shape for tensor in tensors))
+            # A value around the step may change with every batch; what varies in the batches is known all the same.
+            before = self._families.get((structure, self._ambient.previous))
+            first = tuple(tensor.shape for tensor in tensors)
+            self._families[key] = _Family(before.first, set(before.varying)) if before else _Family(first)
             if len(self._families) > KEPT:
                 self._families.popitem(last=False)
         self._families.move_to_end(key)
@@ -186,5 +189,5 @@ def _what_varies(seen: Sequence[tuple[Structure, tuple[torch.Size, ...]]]) -> li
 
 
 def _some(values: set[int] | set[str]) -> str:
-    ordered = sorted(values)  # type: ignore[type-var]
+    ordered = sorted(values)
     return ", ".join(map(str, ordered[:4])) + (", ..." if len(ordered) > 4 else "")
