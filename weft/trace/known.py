@@ -150,12 +150,14 @@ class KnownTraces:
         oldest = self._news[0][0]
         if self._warned or len(self._news) < NEW_BEFORE_WARNING or self._calls - oldest >= WITHIN:
             return
-        self._warned = True
         varies = "; ".join(_what_varies([(structure, shapes) for _, structure, shapes in self._news]))
+        if not varies:
+            return  # values around the step do: `Ambient` names them
+        self._warned = True
         why = f" Sizes could not be left open: {family.why_not}." if family.why_not else ""
         warnings.warn(
             f"{NEW_BEFORE_WARNING} of the last {self._calls - oldest + 1} batches had to be traced anew, which takes "
-            f"longer than a step. What varies: {varies or 'values around the step'}.{why} Pass numbers as tensors, and "
+            f"longer than a step. What varies: {varies}.{why} Pass numbers as tensors, and "
             "pad batches to a few shapes",
             stacklevel=5,
         )
