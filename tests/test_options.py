@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "cache_dir": None,
     "mesh": None,
     "timeout": 600.0,
+    "debug": False,
 }
 
 BAD: dict[str, tuple[list[Any], list[str]]] = {
@@ -63,6 +64,7 @@ BAD: dict[str, tuple[list[Any], list[str]]] = {
         [0, -1, "60", None, True, math.nan, math.inf, timedelta(0), timedelta(seconds=-1)],
         ["seconds", "timedelta"],
     ),
+    "debug": ([1, "yes", None], ["True", "False"]),
 }
 
 BAD_CASES = [(name, value, allowed) for name, (values, allowed) in BAD.items() for value in values]
@@ -105,6 +107,7 @@ GOOD: dict[str, list[Any]] = {
     "cache_dir": [None],
     "mesh": [None],
     "timeout": [1, 0.5, 600.0, timedelta(minutes=5)],
+    "debug": [False, True],
 }
 
 GOOD_CASES = [(name, value) for name, values in GOOD.items() for value in values]

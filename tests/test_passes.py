@@ -43,6 +43,7 @@ def options(accumulate: int = 1, clip: bool = False, **passes: Any) -> Any:
         cache_dir=None,
         mesh=None,
         timeout=60,
+        debug=False,
     )
 
 
@@ -264,6 +265,10 @@ def update_before_norm(step: StepGraph) -> None:
     move_before(nodes(step, g.update)[0], nodes(step, g.await_norm)[0])
 
 
+def ask_before_telling(step: StepGraph) -> None:
+    move_before(nodes(step, g.await_reach)[0], nodes(step, g.announce)[0])
+
+
 def norm_before_reductions(step: StepGraph) -> None:
     move_before(nodes(step, g.norm)[0], nodes(step, g.await_reduce)[-1])
 
@@ -333,6 +338,7 @@ BROKEN: list[tuple[Callable[[StepGraph], None], str, bool]] = [
     (update_before_reduction, "replicate", False),
     (update_before_norm, "zero3", True),
     (update_before_norm, "replicate", True),
+    (ask_before_telling, "zero2", False),
     (norm_before_reductions, "zero1", True),
     (update_before_last_use, "zero1", False),
     (update_before_last_use, "replicate", False),

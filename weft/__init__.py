@@ -9,9 +9,19 @@ from weft._torch import check_version as _check_version
 _check_version()
 
 from weft.api import Step, compile  # noqa: E402  (an unsupported PyTorch is to be named before it breaks an import)
-from weft.errors import PeerError, ShardedError, TraceError  # noqa: E402
+from weft.errors import LossError, PeerError, SequenceError, ShardedError, TraceError  # noqa: E402
 from weft.options import Precision  # noqa: E402
 from weft.report.plan import Plan  # noqa: E402
 
-__all__ = ["PeerError", "Plan", "Precision", "ShardedError", "Step", "TraceError", "compile"]
+__all__ = [
+    "LossError",
+    "PeerError",
+    "Plan",
+    "Precision",
+    "SequenceError",
+    "ShardedError",
+    "Step",
+    "TraceError",
+    "compile",
+]
 __version__ = "0.1.0"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,23 +20,31 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
+    "SYMPY_FUNCTIONS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "ShapeEnv",
     "WeakIdKeyDictionary",
     "all_gather",
+    "default_store",
     "drop_step_hooks",
+    "enable_python_dispatcher",
     "fake_mode",
     "has_step_hooks",
     "make_fx",
     "mark_stepped",
+    "new_size",
     "op_schema",
     "parameter_hooks",
     "plain_tensor_access",
+    "print_size",
     "pytree",
     "reduce_scatter",
     "storage_key",
@@ -54,14 +63,36 @@ def check_version() -> None:
         )
 
 
-def fake_mode() -> FakeTensorMode:
+def fake_mode(symbolic: bool = False) -> FakeTensorMode:
     """Fake tensors that accept real ones beside them: constants a model keeps in plain attributes.
+
+    `symbolic`: sizes may be symbols, every one of its own (PyTorch takes sizes that are equal for one symbol otherwise,
+    and a batch as long as it is wide would stay so).
 
     The cache of fake results is shared by all modes and loses that two outputs of an op are one tensor (an LSTM's bias
     gradients), so that a second trace would differ from the first: start from an empty one.
     """
     FakeTensorMode.cache_clear()
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    environment = ShapeEnv(duck_shape=False) if symbolic else None
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
+
+
+# What the text of a printed size or guard refers to.
+SYMPY_FUNCTIONS = SYMPY_INTERP
+
+
+def new_size(environment: ShapeEnv, value: int, name: str) -> Any:
+    """A size that is left open, and that is `value` in the batch at hand."""
+    from torch._dynamo.source import ConstantSource  # takes seconds to import, and few steps need it
+
+    source = ConstantSource(name)
+    symbol = environment.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return environment.create_symintnode(symbol, hint=value, source=source)
+
+
+def print_size(expression: Any) -> str:
+    """An expression of sizes (or a guard over them) as Python."""
+    return PythonPrinter().doprint(expression)
 
 
 # Inside this context an op on a Parameter subclass does not go through __torch_function__.
@@ -95,6 +126,11 @@ def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell LR schedulers that the optimizer has stepped: they warn about the order of calls otherwise."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def default_store() -> dist.Store:
+    """The store through which the ranks of this job found each other; they may leave notes in it."""
+    return dist.distributed_c10d._get_default_store()
 
 
 # PyTorch 2.13 renamed the flat collectives and warns about the old names; 2.11 knows only those.

@@ -6,10 +6,8 @@ import atexit
 import hashlib
 import inspect
 import weakref
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from torch import nn
 
 from weft._torch import mark_stepped, plain_tensor_access, pytree
-from weft.errors import ShardedError
+from weft.errors import LossError, ShardedError
 from weft.graph import StepGraph, Variant
 from weft.options import Options, Precision, budget_bytes, check_options
 from weft.passes.pipeline import build_program
@@ -34,10 +32,10 @@ from weft.state.parameters import manage, placeholder, unguarded
 from weft.state.shards import BucketState, flatten, return_freed_memory
 from weft.trace.ambient import Ambient
 from weft.trace.capture import Loss, ParameterSpec, Trace, capture, default_loss
+from weft.trace.known import Known, KnownTraces
 from weft.trace.randomness import device_generator
-from weft.trace.signature import BatchSpec, signature, split_batch, tensor_key
-
-SIGNATURES_KEPT = 64
+from weft.trace.signature import BatchSpec, split_batch, structure_of
+from weft.trace.sizes import OpenDims
 
 
 def compile(
@@ -57,6 +55,7 @@ def compile(
     cache_dir: str | None = None,
     mesh: Any = None,
     timeout: float | timedelta = 600.0,
+    debug: bool = False,
 ) -> Step:
     """Compile a training step: `step(batch)` runs forward, backward, reduction and update on all ranks.
 
@@ -74,6 +73,7 @@ def compile(
         seed: of dropout; None derives it from `torch.initial_seed()`. Rank r draws as after `manual_seed(seed + r)`.
         mesh: a one-dimensional `DeviceMesh`; None means all ranks.
         timeout: seconds after which a wait on another rank becomes an error.
+        debug: number every collective, and make one that is out of sequence an error that names both sides.
     """
     options = check_options(
         mode=mode,
@@ -88,6 +88,7 @@ def compile(
         cache_dir=cache_dir,
         mesh=mesh,
         timeout=timeout,
+        debug=debug,
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; weft.compile takes a torch.nn.Module")
@@ -112,14 +113,6 @@ def _drain_all() -> None:
             step.drain()
 
 
-@dataclass
-class _Entry:
-    """What is kept of a signature: its trace, and the programs made of it so far."""
-
-    trace: Trace
-    programs: dict[str, Program] = field(default_factory=dict)
-
-
 class Step:
     """A compiled training step. Call it with a batch; it returns this rank's loss (and the loss function's extras)."""
 
@@ -140,7 +133,7 @@ class Step:
         self._tree = ModelTree(model, optimizer)
         self._buffer_slots = buffer_slots(model)
         self._probe: Probe = probe(optimizer, self._device)
-        self._collectives: Local = connect(self._device, options.mesh, options.timeout)
+        self._collectives: Local = connect(self._device, options.mesh, options.timeout, debug=options.debug)
         self._infos = self._parameter_infos()
         self._mode, self._why = self._choose_mode()
         self._specs = [
@@ -149,13 +142,14 @@ class Step:
         ]
         seed = torch.initial_seed() if options.seed is None else options.seed
         self._random_state = _seeded_state(self._device, seed + self._collectives.rank)
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._known = KnownTraces(self._ambient)
         self._layout: Layout | None = None
         self._executor: Executor | None = None
+        self._steps = 0
         self._guarded = False
         self._inside_gathered = False
         self._failed: str | None = None
-        self._plan_of: list[_Entry] = []
+        self._plan_of: list[Known] = []
         _alive.add(self)
         optimizer.register_state_dict_pre_hook(self._before_optimizer_state_dict)
         optimizer.register_load_state_dict_post_hook(self._after_optimizer_load)
@@ -190,6 +184,9 @@ class Step:
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
             raise
+        if executor.without_loss:
+            raise self._loss_error(executor.without_loss, outputs)
+        self._steps += 1
         mark_stepped(self.optimizer)
         losses = [output[0] for output in outputs]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -374,31 +371,22 @@ class Step:
             why += [f"{'->' if cost is chosen else '  '} {_describe_cost(cost)}" for cost in costs]
         return chosen.mode, why
 
-    def _entry(self, batch: Any, training: bool) -> tuple[_Entry, list[torch.Tensor]]:
-        """The trace for a batch, made on first sight, and the batch's tensors."""
+    def _entry(self, batch: Any, training: bool) -> tuple[Known, list[torch.Tensor]]:
+        """The trace for a batch, made where none is known that serves it, and the batch's tensors."""
         tensors, spec = split_batch(batch)
-        inputs = (
-            signature(tensors, spec, self._modules, self._device, training),
-            tuple(tensor_key(buffer) for buffer in self._buffers()),
-        )
-        key = (inputs, self._ambient.version())
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = _Entry(self._capture(tensors, spec, training))
-            if self._layout is None and training:
-                self._layout = self._make_layout(entry.trace)
-            before = self._entries.get((inputs, self._ambient.previous))
-            if before is not None and before.trace.same_as(entry.trace):
-                self._ambient.did_not_matter()
-                entry, key = before, (inputs, self._ambient.version())
-            self._entries[key] = entry
-            if len(self._entries) > SIGNATURES_KEPT:
-                self._entries.popitem(last=False)
-        else:
-            self._entries.move_to_end(key)
-        return entry, tensors
+        structure = structure_of(tensors, spec, self._modules, self._buffers(), self._device, training)
 
-    def _capture(self, tensors: Sequence[torch.Tensor], spec: BatchSpec, training: bool) -> Trace:
+        def captured(open_dims: OpenDims | None) -> Trace:
+            return self._capture(tensors, spec, training, open_dims)
+
+        known = self._known.find(tensors, structure, captured)
+        if self._layout is None and training:
+            self._layout = self._make_layout(known.trace)
+        return known, tensors
+
+    def _capture(
+        self, tensors: Sequence[torch.Tensor], spec: BatchSpec, training: bool, open_dims: OpenDims | None
+    ) -> Trace:
         with unguarded(self._parameters), torch.inference_mode(False):
             return capture(
                 self.model,
@@ -409,6 +397,7 @@ class Step:
                 device=self._device,
                 backward=training,
                 compute_dtype=self._options.precision.compute,
+                open_dims=open_dims,
             )
 
     def _ensure_layout(self, batch: Any) -> None:
@@ -460,7 +449,7 @@ class Step:
             return "only"
         return "first" if index == 0 else "last" if index == count - 1 else "middle"
 
-    def _program(self, entry: _Entry, variant: Variant) -> Program:
+    def _program(self, entry: Known, variant: Variant) -> Program:
         if variant not in entry.programs:
             assert self._layout is not None
             step = build_program(
@@ -471,7 +460,7 @@ class Step:
 
     # ---- state ----
 
-    def _materialised(self, entry: _Entry) -> Executor:
+    def _materialised(self, entry: Known) -> Executor:
         """Move parameters into buckets, at the first call that runs something: rank 0's values, on every rank."""
         if self._executor is not None:
             return self._executor
@@ -619,6 +608,7 @@ class Step:
 
         def closure() -> torch.Tensor:
             results = answered.pop() if answered else run()
+            executor.without_loss = ()  # a line search may step where there is no loss, and comes back
             set_gradients()
             return mean_loss(results)
 
@@ -636,6 +626,16 @@ class Step:
             state.refresh()
 
     # ---- small things ----
+
+    def _loss_error(self, ranks: Sequence[int], outputs: Sequence[tuple[Any, ...]]) -> LossError:
+        mine = ", ".join(f"{float(output[0]):g}" for output in outputs)
+        where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return LossError(
+            f"the loss of step {self._steps + 1} is not a number{where if self._collectives.world > 1 else ''} (here: "
+            f"{mine}). Nothing was updated on any rank: parameters, buffers, optimizer and random state are as after "
+            f"step {self._steps}. Look at this batch, lower the learning rate or clip gradients (clip_norm=1.0); to "
+            "skip such batches, catch weft.LossError on all ranks"
+        )
 
     def _check_usable(self) -> None:
         if self._failed is not None:
@@ -661,7 +661,7 @@ class Step:
             raise ValueError(f"accumulate={count}: the batch is a list of {count} micro-batches, and this is {seen}")
         return batch
 
-    def _inputs(self, entry: _Entry, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _inputs(self, entry: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert self._layout is not None
         loose = []
         for index, parameter in enumerate(self._parameters):

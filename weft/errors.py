@@ -15,5 +15,13 @@ class PeerError(RuntimeError):
     """A wait on another rank that failed or ran out of time; names who waited, for what."""
 
 
+class SequenceError(PeerError):
+    """Two ranks started different collectives at the same place of their sequence (found with `debug=True`)."""
+
+
+class LossError(ArithmeticError):
+    """A step whose loss is not a number on some rank; no rank has updated anything."""
+
+
 class ShardedError(RuntimeError):
     """A parameter was used while only shards of it exist on this rank."""

@@ -31,6 +31,7 @@ class Run(Protocol):
     def stage(self, bucket: int, slot: int, gradient: torch.Tensor, add: bool) -> None: ...
     def reduce(self, bucket: int) -> None: ...
     def await_reduce(self, bucket: int) -> None: ...
+    def announce(self, loss: torch.Tensor) -> None: ...
     def await_reach(self) -> None: ...
     def norm(self) -> None: ...
     def await_norm(self) -> None: ...
@@ -87,8 +88,13 @@ def await_reduce(run: Run, bucket: int) -> None:
     run.await_reduce(bucket)
 
 
+def announce(run: Run, loss: torch.Tensor) -> None:
+    """Forward is done: tell the others which parameters this rank reaches, and whether its loss is a number."""
+    run.announce(loss)
+
+
 def await_reach(run: Run) -> None:
-    """Learn which parameters any rank reached in this step."""
+    """Learn which parameters any rank reached in this step, and whether all losses are numbers."""
     run.await_reach()
 
 
@@ -143,6 +149,7 @@ STEP_NODES: frozenset[Callable[..., Any]] = frozenset(
         stage,
         reduce,
         await_reduce,
+        announce,
         await_reach,
         norm,
         await_norm,

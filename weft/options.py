@@ -64,6 +64,7 @@ class Options:
     seed: int | None
     mesh: Any
     timeout: timedelta
+    debug: bool
 
     def enabled(self, name: str) -> bool:
         return self.passes.get(name, True) is not False
@@ -90,6 +91,7 @@ def check_options(
     cache_dir: Any,
     mesh: Any,
     timeout: Any,
+    debug: Any,
 ) -> Options:
     """Turn what the user wrote into Options, or say what is wrong with it."""
     if mode not in MODES:
@@ -115,6 +117,8 @@ def check_options(
         raise ValueError(f"cache_dir={cache_dir!r}: this version keeps nothing on disk; leave it None")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
         raise ValueError(f"seed={seed!r}: a whole number from 0 to 2**63 - 1, or None for torch.initial_seed()")
+    if not isinstance(debug, bool):
+        raise ValueError(f"debug={debug!r}: True or False")
     return Options(
         mode=mode,
         memory=check_memory(memory),
@@ -126,6 +130,7 @@ def check_options(
         seed=seed,
         mesh=_check_mesh(mesh),
         timeout=_check_timeout(timeout),
+        debug=debug,
     )
 
 

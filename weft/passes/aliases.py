@@ -33,7 +33,7 @@ def aliases(node: fx.Node) -> set[fx.Node]:
 
 
 def derived_from(sources: Iterable[fx.Node], graph: fx.Graph, neutral: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """Nodes computed from `sources` alone (and constants and `neutral` nodes): they can be computed again from them."""
+    """Nodes computed from `sources` alone (and constants, sizes and `neutral` nodes): they can be computed again."""
     base = set(sources)
     free = set(neutral)
     found: set[fx.Node] = set()
@@ -43,7 +43,7 @@ def derived_from(sources: Iterable[fx.Node], graph: fx.Graph, neutral: Iterable[
         if node.op != "call_function" or is_step_node(node) or has_effect(node):
             continue
         inputs = node.all_input_nodes
-        if not inputs:
+        if not inputs or not storages(node):  # a size takes no memory
             free.add(node)
         elif all(source in base or source in found or source in free for source in inputs):
             if any(source in base or source in found for source in inputs):

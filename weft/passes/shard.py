@@ -256,6 +256,7 @@ class _Emitter:
     def enter_backward(self) -> None:
         self.keep_results()
         self.finish_phase("forward")
+        self.add(g.announce, self.results[self.trace.loss])
         self.in_backward = True
         self.stage_early_gradients()
 

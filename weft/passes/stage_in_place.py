@@ -40,6 +40,8 @@ def _replace(step: StepGraph, stage: fx.Node) -> bool:
     if producer is None:
         return False
     made, wanted = producer.meta["val"], gradient.meta["val"]
+    if not all(isinstance(size, int) for size in (*made.shape, *made.stride())):
+        return False  # a size that the batch decides
     same_memory = (
         wanted.stride() == slot.stride and wanted.storage_offset() == 0 == made.storage_offset()
     ) and made.numel() == wanted.numel()

@@ -52,6 +52,7 @@ class _Checker:
         self.reduced: set[int] = set()
         self.updated: set[int] = set()
         self.norm: str | None = None
+        self.announced = False
         self.reach_known = False
         self.updated_whole = False
         self.reduce_sequence: list[int] = []
@@ -203,7 +204,12 @@ class _Checker:
 
     # ---- updates ----
 
+    def on_announce(self, node: fx.Node) -> None:
+        self.announced = True
+
     def on_await_reach(self, node: fx.Node) -> None:
+        if not self.announced:
+            self.fail(node, "waits for what the ranks reach before this one has told")
         self.reach_known = True
 
     def on_norm(self, node: fx.Node) -> None:

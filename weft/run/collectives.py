@@ -7,16 +7,18 @@ what.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from weft._torch import all_gather, reduce_scatter
-from weft.errors import PeerError
+from weft._torch import all_gather, default_store, reduce_scatter
+from weft.errors import PeerError, SequenceError
 
 
 class Pending(Protocol):
@@ -213,7 +215,86 @@ class Nccl(Distributed):
         return staged[self.rank * size : (self.rank + 1) * size]
 
 
-def connect(device: torch.device, mesh: Any, timeout: timedelta) -> Local:
+class Numbered(Distributed):
+    """Numbers every collective and compares what the ranks start under each number, before they start it.
+
+    The first rank to come leaves a note in the job's store; the others read it. Nobody waits, so that ranks may be
+    ahead of each other, but each collective costs round trips to the store.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        super().__init__(group, timeout)
+        name = f"weft/{'-'.join(map(str, self.ranks))}/{next(_numbered)}"
+        self.store = dist.PrefixStore(name, default_store())
+        self.counts = dict.fromkeys(("gather", "reduction", "control message"), 0)
+
+    def _check(self, channel: str, what: str) -> None:
+        self.counts[channel] += 1
+        number, me = self.counts[channel], self.ranks[self.rank]
+        key = f"{channel}/{number}"
+        first = self.store.compare_set(key, "", f"{me}:{what}").decode()
+        other, _, theirs = first.partition(":")
+        if theirs != what:
+            message = (
+                f"{channel} {number} is {theirs} on rank {other} and {what} on rank {me}: they do not run the same "
+                "sequence. All ranks must call step, evaluate, gathered and state_dict in the same order"
+            )
+            self.store.set("out of sequence", message)
+            raise SequenceError(message)
+        if self.store.add(f"{key}/passed", 1) == self.world:
+            self.store.delete_key(key)
+            self.store.delete_key(f"{key}/passed")
+
+    def _named(self, action: Callable[[], Any], what: str) -> None:
+        try:
+            super()._named(action, what)
+        except PeerError as error:
+            with suppress(RuntimeError):  # the rank that keeps the store may be the one that is gone
+                if self.store.check(["out of sequence"]):
+                    raise SequenceError(self.store.get("out of sequence").decode()) from error
+            raise
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int = 0) -> Pending:
+        self._check("gather", f"that of bucket {tag} ({full.numel()} elements)")
+        return super().gather(full, shard, tag)
+
+    def reduce_scatter(self, received: torch.Tensor | None, staged: torch.Tensor, tag: int = 0) -> Pending:
+        self._check("reduction", f"that of bucket {tag} ({staged.numel()} elements)")
+        return super().reduce_scatter(received, staged, tag)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        self._check("reduction", f"a sum of {tensor.numel()} elements")
+        return super().all_reduce(tensor)
+
+    def start_rows(self, row: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        self._check("reduction", f"the rows of {row.numel()} elements")
+        return super().start_rows(row)
+
+    def start_reach(self, flags: torch.Tensor) -> Pending:
+        self._check("control message", "which parameters are reached")
+        return super().start_reach(flags)
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        self._check("gather", f"the broadcast of {what}")
+        super().broadcast(tensor, what)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._check("control message", "an exchange of objects")
+        return super().gather_objects(value)
+
+
+_numbered = itertools.count()
+
+
+class NumberedGloo(Numbered, Gloo):
+    pass
+
+
+class NumberedNccl(Numbered, Nccl):
+    pass
+
+
+def connect(device: torch.device, mesh: Any, timeout: timedelta, *, debug: bool = False) -> Local:
     """The collectives for where this process runs: alone, under torchrun, or in an existing process group."""
     if mesh is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
@@ -225,6 +306,8 @@ def connect(device: torch.device, mesh: Any, timeout: timedelta) -> Local:
         return Local()
     backend = dist.get_backend(group)
     kinds: dict[str, type[Distributed]] = {"nccl": Nccl, "gloo": Gloo}
+    if debug:
+        kinds = {"nccl": NumberedNccl, "gloo": NumberedGloo}
     name = next((kind for kind in kinds if kind in _backend_for(backend, device)), None)
     if name is None or (name == "gloo" and device.type != "cpu") or (name == "nccl" and device.type != "cuda"):
         raise ValueError(

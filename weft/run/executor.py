@@ -84,9 +84,15 @@ class Executor:
         self.sums: dict[int, torch.Tensor] = {}
         self.slice_sums: dict[int, torch.Tensor] = {}
         self.dormant_received: dict[int, torch.Tensor] = {}
-        self.reach_flags = torch.zeros(parameter_count, dtype=torch.uint8)
+        # Which parameters are reached; after them, which ranks have a loss that is not a number.
+        self.reach_flags = torch.zeros(parameter_count + collectives.world, dtype=torch.uint8)
         self.reach_pending: Pending | None = None
         self.reached: frozenset[int] = frozenset()
+        self.losses: list[torch.Tensor] = []
+        self.loss_copied: Any = None
+        self.without_loss: tuple[int, ...] = ()  # ranks whose loss is not a number: the step is given up
+        self.random_before = random_state
+        self.buffers_before: dict[int, torch.Tensor] = {}
         self.rows: tuple[torch.Tensor, Pending] | None = None
         self.grad_norm: torch.Tensor | None = None
         self.coefficient: torch.Tensor | None = None
@@ -97,10 +103,11 @@ class Executor:
     # ---- a step ----
 
     def begin_step(self, reached: Sequence[bool]) -> None:
-        """Tell the others which parameters this rank's micro-batches reach; the answer is awaited before updates."""
-        self.reach_flags = torch.tensor(reached, dtype=torch.uint8)
-        self.reach_pending = self.collectives.start_reach(self.reach_flags)
+        """Take note of the parameters that this rank's micro-batches reach."""
+        self.reach_flags = torch.tensor([*reached, *[False] * self.collectives.world], dtype=torch.uint8)
+        self.reached, self.without_loss = frozenset(), ()
         self.coefficient = None
+        self.random_before = self.random_state
 
     def __call__(self, program: Program, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Run one micro-step."""
@@ -129,6 +136,11 @@ class Executor:
             if bucket.dormant:
                 self.sums.pop(bucket.index, None)
         self.dormant_received.clear()
+        self.losses.clear()
+        if self.without_loss:
+            self.random_state = self.random_before
+            self._write_buffers(list(self.buffers_before), list(self.buffers_before.values()))
+        self.buffers_before.clear()
 
     def drain(self) -> None:
         """Wait for every gather in flight."""
@@ -258,11 +270,30 @@ class Executor:
         """Whether a dormant bucket takes part in this step; all others always do."""
         return not bucket.dormant or any(slot.parameter in self.reached for slot in bucket.slots)
 
+    def announce(self, loss: torch.Tensor) -> None:
+        if self.device.type != "cpu":
+            # Copied behind the forward, and read when the updates come up: backward is queued by then.
+            loss = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss.view(()), non_blocking=True)
+            self.loss_copied = torch.get_device_module(self.device).Event()
+            self.loss_copied.record()
+        self.losses.append(loss)
+        if self.program.step.updates and self.device.type == "cpu":
+            self._tell()
+
+    def _tell(self) -> None:
+        if any(bool(torch.isnan(loss)) for loss in self.losses):
+            self.reach_flags[self.parameter_count + self.collectives.rank] = 1
+        self.reach_pending = self.collectives.start_reach(self.reach_flags)
+
     def await_reach(self) -> None:
-        if self.reach_pending is not None:
-            self.collectives.wait(self.reach_pending, "the agreement on which parameters were reached")
-            self.reach_pending = None
-        self.reached = frozenset(torch.nonzero(self.reach_flags).flatten().tolist())
+        if self.device.type != "cpu":
+            self.loss_copied.synchronize()
+            self._tell()
+        assert self.reach_pending is not None
+        self.collectives.wait(self.reach_pending, "the agreement on which parameters were reached")
+        found = torch.nonzero(self.reach_flags).flatten().tolist()
+        self.reached = frozenset(index for index in found if index < self.parameter_count)
+        self.without_loss = tuple(index - self.parameter_count for index in found if index >= self.parameter_count)
 
     def norm(self) -> None:
         squares = torch.zeros(self.parameter_count, dtype=torch.float64, device=self.device)
@@ -296,8 +327,8 @@ class Executor:
     def update(self, bucket: int) -> None:
         entry, state = self.layout.buckets[bucket], self.states[bucket]
         gradient = self.gradients.pop(bucket, None)
-        if gradient is None:
-            return  # dormant, and no rank reached it
+        if gradient is None or self.without_loss:
+            return  # dormant, and no rank reached it; or the step is given up, and all its collectives still run
         if self.coefficient is not None:
             gradient.mul_(self.coefficient)
         assert state.optimizer is not None
@@ -307,7 +338,7 @@ class Executor:
 
     def update_whole(self) -> None:
         """The update itself is the caller's: it may need the loss, or to run the step again."""
-        self.whole_update_due = True
+        self.whole_update_due = not self.without_loss
 
     def whole_gradients(self) -> dict[int, torch.Tensor]:
         """Per parameter that was reached, its whole reduced gradient."""
@@ -335,6 +366,16 @@ class Executor:
         device_generator(self.device).set_state(self.random_resume)
 
     def write_buffers(self, indices: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        if self.without_loss:
+            return
+        if self.accumulate > 1 and self.program.step.variant != "evaluate":
+            buffers = self.buffers()  # a later micro-batch may end the step
+            for index in indices:
+                if index not in self.buffers_before:
+                    self.buffers_before[index] = buffers[index].clone()
+        self._write_buffers(indices, values)
+
+    def _write_buffers(self, indices: Sequence[int], values: Sequence[torch.Tensor]) -> None:
         buffers = self.buffers()
         for index, value in zip(indices, values, strict=True):
             buffers[index].copy_(value)

@@ -11,7 +11,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from weft._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    enable_python_dispatcher,
     fake_mode,
     make_fx,
     pytree,
@@ -41,6 +42,7 @@ from weft.trace.guards import (
 )
 from weft.trace.randomness import RandomKeys
 from weft.trace.signature import BatchSpec
+from weft.trace.sizes import Guards, OpenDims, OpenSizes, geometry
 
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -52,7 +54,7 @@ class Trace:
     Placeholders are the parameters, the buffers and the batch's tensors, in this order. The graph's output node holds,
     as one flat list, the loss, the tensors of the extras, one gradient a parameter (None where the loss does not reach
     it or it is frozen) and one value a buffer (None where forward does not change it). Nodes of backward have
-    meta["backward"].
+    meta["backward"]. With `guards` some sizes of the batch are open, and the graph is right for batches that pass them.
     """
 
     graph: fx.Graph
@@ -65,6 +67,7 @@ class Trace:
     extras_spec: Any
     gradients: list[fx.Node | None]
     written: list[fx.Node | None]
+    guards: Guards | None = None
 
     @property
     def reached(self) -> tuple[bool, ...]:
@@ -75,6 +78,10 @@ class Trace:
         """Whether both compute the same, node by node."""
         difference = functional.first_difference(self.graph, other.graph, self.constants, other.constants)
         return difference is None and self.extras_spec == other.extras_spec
+
+    def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a graph with open sizes is right for a batch."""
+        return self.guards is not None and self.guards.accept(geometry(tensors))
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -183,6 +190,7 @@ class _Run:
     mode: FakeTensorMode
     arguments: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]
     keys: list[int]
+    sizes: OpenSizes | None
 
 
 def capture(
@@ -195,8 +203,12 @@ def capture(
     device: torch.device,
     backward: bool = True,
     compute_dtype: torch.dtype | None = None,
+    open_dims: OpenDims | None = None,
 ) -> Trace:
-    """Trace one training step (or, with `backward=False`, one evaluation) of a model."""
+    """Trace one training step (or, with `backward=False`, one evaluation) of a model.
+
+    With `open_dims` those sizes of the batch are left open.
+    """
     buffers = dict(model.named_buffers())
     step = _Step(model, loss, spec, backward)
 
@@ -207,13 +219,14 @@ def capture(
     def run(base_key: int, locate: bool = False) -> _Run:
         keys = RandomKeys(device, first=base_key)
         # A mode of its own for every run: a tensor that an earlier one left on a module is then recognised.
-        mode = fake_mode()
+        mode = fake_mode(symbolic=open_dims is not None)
+        sizes = None if open_dims is None else OpenSizes(mode, tensors, open_dims)
         with mode:
             values = [fake_parameter(parameter) for parameter in parameters]
         arguments = (
             values,
             [mode.from_tensor(buffer.detach()) for buffer in buffers.values()],
-            [mode.from_tensor(tensor.detach()) for tensor in tensors],
+            [mode.from_tensor(tensor.detach()) for tensor in tensors] if sizes is None else sizes.tensors,
         )
 
         def traced(values: list[Any], states: list[Any], inputs: list[Any]) -> Any:
@@ -235,8 +248,10 @@ def capture(
                 stack.enter_context(reseeding_located())
             for context in (_python_randomness(base_key), keys.installed(), mode, fixed_state(model)):
                 stack.enter_context(context)
+            if sizes is not None:
+                stack.enter_context(enable_python_dispatcher())
             graph = make_fx(traced, record_stack_traces=locate)(*arguments)
-        return _Run(graph, mode, arguments, keys.keys)
+        return _Run(graph, mode, arguments, keys.keys, sizes)
 
     def run_and_find_lines() -> fx.GraphModule:
         """Run once more, noting where things come from, so that a message can name the line."""
@@ -261,10 +276,12 @@ def capture(
         raise _varying(difference, run_and_find_lines())
     functional.set_random_keys(first.traced.graph, first.keys)
     if functional.mutating_nodes(first.traced.graph):
-        with first.mode:
+        with first.mode, nullcontext() if first.sizes is None else enable_python_dispatcher():
             first.traced = functional.functionalize(first.traced, first.arguments, first.keys)
     trace = _collect(first.traced, step, parameters, list(buffers), len(tensors))
     _check_writes_to_batch(trace, tensors)
+    if first.sizes is not None:
+        trace.guards = first.sizes.guards()
     return trace
 
 

@@ -78,7 +78,10 @@ class RandomKeys(TorchDispatchMode):
                 f"{func} draws from a generator of its own, which a graph cannot carry from step to step: "
                 "drop the generator argument, so that it draws from PyTorch's default generator"
             )
-        result = func(*args, **kwargs)
+        if func is aten.bernoulli_.float and not args[0].is_contiguous():
+            result = _bernoulli_in_memory_order(*args)
+        else:
+            result = func(*args, **kwargs)
         device = next(
             (leaf.device for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)),
             self.device,
@@ -96,6 +99,14 @@ class RandomKeys(TorchDispatchMode):
         for generator in {torch.default_generator, device_generator(self.device)}:
             if generator.initial_seed() not in self.issued:
                 raise reseeded(generator.initial_seed())
+
+
+def _bernoulli_in_memory_order(tensor: torch.Tensor, p: float = 0.5) -> torch.Tensor:
+    """`bernoulli_` draws as the elements lie in memory; its functional form draws for a contiguous result."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True)
+    drawn = aten.bernoulli.p(tensor.permute(order), p)
+    return tensor.copy_(drawn.permute([order.index(dim) for dim in range(tensor.dim())]))
 
 
 def reseeded(seed: int) -> UnlocatedTraceError:

@@ -1,7 +1,7 @@
 """What a traced graph depends on besides parameter values: the batch's structure and the state around the call.
 
-`split_batch` takes a batch apart into tensors and a hashable rest; `signature` adds everything else that forward may
-branch on. Two calls with equal signatures may share one graph.
+`split_batch` takes a batch apart into tensors and a hashable rest; `structure_of` adds everything else that forward may
+branch on. Two calls of equal structure and sizes share one graph.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import enum
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -92,6 +92,15 @@ class BatchSpec:
         leaves = [distinct[entry] if isinstance(entry, int) else entry.value for entry in self.plain]
         return pytree.tree_unflatten(leaves, self.tree)
 
+    def leaf_names(self) -> list[str]:
+        """What a user would write to get at each leaf."""
+        try:
+            numbered = pytree.tree_unflatten(list(range(len(self.plain))), self.tree)
+            paths, _ = pytree.tree_flatten_with_path(numbered)
+            return [f"batch{pytree.keystr(path)}" for path, _ in paths]
+        except ValueError:  # a container that has no paths
+            return [f"leaf {number} of the batch" for number in range(len(self.plain))]
+
 
 def split_batch(batch: Any) -> tuple[list[torch.Tensor], BatchSpec]:
     """The tensors of a batch, and everything else as one hashable value."""
@@ -129,28 +138,38 @@ def split_batch(batch: Any) -> tuple[list[torch.Tensor], BatchSpec]:
     return tensors, BatchSpec(tree, tuple(plain), tuple(storages.index(key) for key in storages))
 
 
-def tensor_key(tensor: torch.Tensor) -> Hashable:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-
 def _autocast_state(device_type: str) -> Hashable:
     kinds = dict.fromkeys(("cpu", device_type))
     return tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds)
 
 
-def signature(
+class Structure(NamedTuple):
+    """Everything a trace depends on but the sizes and strides of the batch's tensors."""
+
+    training: bool
+    kinds: tuple[Hashable, ...]  # of the tensors
+    spec: BatchSpec
+    autocast: Hashable
+    default_dtype: torch.dtype
+    modules: tuple[bool, ...]  # their training flags
+    buffers: tuple[Hashable, ...]
+
+
+def structure_of(
     tensors: Sequence[torch.Tensor],
     spec: BatchSpec,
     modules: Sequence[nn.Module],
+    buffers: Sequence[torch.Tensor],
     device: torch.device,
     training: bool,
-) -> Hashable:
-    """Everything a trace depends on; equal signatures share a graph."""
-    return (
-        training,
-        tuple(tensor_key(tensor) for tensor in tensors),
-        spec,
-        _autocast_state(device.type),
-        torch.get_default_dtype(),
-        tuple(module.training for module in modules),
+) -> Structure:
+    """What batches that one graph may serve have in common."""
+    return Structure(
+        training=training,
+        kinds=tuple((tensor.dim(), tensor.dtype, tensor.device) for tensor in tensors),
+        spec=spec,
+        autocast=_autocast_state(device.type),
+        default_dtype=torch.get_default_dtype(),
+        modules=tuple(module.training for module in modules),
+        buffers=tuple((tuple(b.shape), b.stride(), b.dtype, b.device) for b in buffers),
     )
