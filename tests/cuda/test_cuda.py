@@ -101,7 +101,7 @@ def test_one_gpu_trains_as_eager_does(name: str, mode: str) -> None:
 def test_ncclrank_trains_as_eager_does(
     nccl: Nccl, monkeypatch: pytest.MonkeyPatch, mode: str, accumulate: int, clip: float | None
 ) -> None:
-    monkeypatch.setattr(weft.api, "connect", lambda *_: nccl)
+    monkeypatch.setattr(weft.api, "connect", lambda *_, **__: nccl)
     for name in ("tied_gpt", "checkpointed_gpt", "conv", "partly_used"):
         check(name, mode, accumulate, clip)
 
@@ -122,7 +122,7 @@ def test_a_checkpointed_recompute_draws_forwards_numbers() -> None:
 
 
 def test_bf16_compute_in_zero3_learns(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weft.api, "connect", lambda *_: nccl)
+    monkeypatch.setattr(weft.api, "connect", lambda *_, **__: nccl)
     model = TiedGPT(dropout=0.0, width=128).cuda()
     precision = weft.Precision(compute=torch.bfloat16, reduce=torch.float32)
     step = weft.compile(model, torch.optim.AdamW(model.parameters(), lr=3e-3), mode="zero3", precision=precision)
@@ -132,7 +132,7 @@ def test_bf16_compute_in_zero3_learns(nccl: Nccl, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_steady_step_does_not_wait_for_the_gpu(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weft.api, "connect", lambda *_: nccl)
+    monkeypatch.setattr(weft.api, "connect", lambda *_, **__: nccl)
     model = TiedGPT(dropout=0.1, width=128).cuda()
     step = weft.compile(model, torch.optim.AdamW(model.parameters()), mode="zero3", clip_norm=1.0)
     ids = torch.randint(0, 61, (8, 16), device="cuda")

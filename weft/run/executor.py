@@ -88,8 +88,6 @@ class Executor:
         self.reach_flags = torch.zeros(parameter_count + collectives.world, dtype=torch.uint8)
         self.reach_pending: Pending | None = None
         self.reached: frozenset[int] = frozenset()
-        self.losses: list[torch.Tensor] = []
-        self.loss_copied: Any = None
         self.without_loss: tuple[int, ...] = ()  # ranks whose loss is not a number: the step is given up
         self.random_before = random_state
         self.buffers_before: dict[int, torch.Tensor] = {}
@@ -136,7 +134,6 @@ class Executor:
             if bucket.dormant:
                 self.sums.pop(bucket.index, None)
         self.dormant_received.clear()
-        self.losses.clear()
         if self.without_loss:
             self.random_state = self.random_before
             self._write_buffers(list(self.buffers_before), list(self.buffers_before.values()))
@@ -271,24 +268,13 @@ class Executor:
         return not bucket.dormant or any(slot.parameter in self.reached for slot in bucket.slots)
 
     def announce(self, loss: torch.Tensor) -> None:
-        if self.device.type != "cpu":
-            # Copied behind the forward, and read when the updates come up: backward is queued by then.
-            loss = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss.view(()), non_blocking=True)
-            self.loss_copied = torch.get_device_module(self.device).Event()
-            self.loss_copied.record()
-        self.losses.append(loss)
-        if self.program.step.updates and self.device.type == "cpu":
-            self._tell()
-
-    def _tell(self) -> None:
-        if any(bool(torch.isnan(loss)) for loss in self.losses):
+        # On a GPU the host would have to wait for the value, and the device for the host.
+        if self.device.type == "cpu" and torch.isnan(loss):
             self.reach_flags[self.parameter_count + self.collectives.rank] = 1
-        self.reach_pending = self.collectives.start_reach(self.reach_flags)
+        if self.program.step.updates:
+            self.reach_pending = self.collectives.start_reach(self.reach_flags)
 
     def await_reach(self) -> None:
-        if self.device.type != "cpu":
-            self.loss_copied.synchronize()
-            self._tell()
         assert self.reach_pending is not None
         self.collectives.wait(self.reach_pending, "the agreement on which parameters were reached")
         found = torch.nonzero(self.reach_flags).flatten().tolist()
