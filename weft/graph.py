@@ -89,7 +89,7 @@ def await_reduce(run: Run, bucket: int) -> None:
 
 
 def announce(run: Run, loss: torch.Tensor) -> None:
-    """Forward is done: tell the others which parameters this rank reaches, and (on CPUs) whether its loss is a number."""
+    """Forward is done: tell the others which parameters are reached here and (on CPUs) whether the loss is a number."""
     run.announce(loss)
 
 
