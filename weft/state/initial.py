@@ -1,0 +1,545 @@
+"""First values of tensors on the meta device, by the model's own initialisation, any part of a tensor at a time.
+
+`weft.state.materialise` calls this. A module's initialisation (`reset_parameters`, a transformers model's
+`_init_weights`, the user's `init`) is run once on fake tensors, which records the in-place ops on each parameter. Ops
+that treat every element alike (normal_, fill_, mul_, ...) are then repeated chunk by chunk, the draws of each chunk
+seeded by its number, so that a rank computes no more than the chunks that its slice touches, and every rank the same
+numbers. What cannot be cut (orthogonal_, a copy of something computed) is run for real, one module at a time, and only
+the slice is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft._torch import fake_mode, op_schema, pytree, storage_key, trunc_normal_code
+from weft.state.checks import dense_stride
+
+aten = torch.ops.aten
+
+CHUNK = 2**18  # elements; part of what a seed means, so changing it changes every model's first values
+
+# Where a rank's part of a tensor begins and ends, in the order of memory.
+Owned = Callable[[str], tuple[int, int]]
+
+_OVERWRITING = {"normal_", "uniform_", "trunc_normal_", "fill_", "zero_", "bernoulli_", "exponential_", "log_normal_"}
+_OVERWRITING |= {"cauchy_", "geometric_", "random_"}
+
+
+class UninitialisedError(ValueError):
+    """A tensor on the meta device that nothing gives values to."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """An in-place op on elements `start` to `stop` of a parameter's memory, which does the same to each."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    start: int
+    stop: int
+    random: bool
+    number: int = 0  # of its first chunk's draws
+
+    @property
+    def overwrites(self) -> bool:
+        return self.name in _OVERWRITING
+
+    def apply(self, values: torch.Tensor, low: int, base: int, generator: torch.Generator) -> None:
+        """Do it to a chunk that begins at element `low`."""
+        start, stop = max(self.start, low), min(self.stop, low + values.numel())
+        if start >= stop:
+            return
+        keywords = dict(self.keywords)
+        if self.random:
+            # Consecutive seeds: two chunks never share one, as hashed seeds of 32 bits sooner or later would.
+            generator.manual_seed((base + self.number + low // CHUNK) % 2**32)
+            keywords["generator"] = generator
+        self.function(values[start - low : stop - low], *self.arguments, **keywords)
+
+
+@dataclass(eq=False)
+class Call:
+    """One module's initialisation; `written` are the tensors that it is run for real for."""
+
+    path: str
+    module: nn.Module
+    function: Callable[[], Any]
+    touched: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
+    failed: bool = False  # it looks at values, or mixes tensors that have some with others that have none
+
+
+Item = Write | Call
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what is done to the tensors in `tracked` (storage -> name)."""
+
+    def __init__(self, tracked: Mapping[int, str], dtypes: Mapping[str, torch.dtype]) -> None:
+        super().__init__()
+        self.tracked, self.dtypes = tracked, dtypes
+        self.touched: set[str] = set()
+        self.writes: list[tuple[str, Write | None]] = []  # None: it cannot be done chunk by chunk
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        names = [self._name(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.touched.update(name for name in names if name is not None)
+        truncated = _inside_trunc_normal() if func in _OF_TRUNC_NORMAL else None
+        if truncated is not None and func is aten._local_scalar_dense.default:
+            return False  # "was any number out of bounds": the rejection is repeated with the real numbers
+        result = func(*args, **kwargs)
+        schema = op_schema(func)
+        if schema is not None and schema.is_mutable:
+            for position, argument in enumerate(schema.arguments):
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    name = self._name(tensor) if isinstance(tensor, torch.Tensor) else None
+                    if name is not None:
+                        self.writes.append((name, self._write(name, func, tensor, args, kwargs, truncated)))
+        return result
+
+    def _name(self, tensor: torch.Tensor) -> str | None:
+        return self.tracked.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+
+    def _write(
+        self, name: str, func: Any, tensor: torch.Tensor, args: Sequence[Any], kwargs: Any, truncated: Any
+    ) -> Write | None:
+        interval = _interval(tensor)
+        if interval is None or tensor.dtype != self.dtypes[name] or args[:1] != (tensor,):
+            return None
+        if truncated is not None:
+            bounds = tuple(float(truncated[key]) for key in ("mean", "std", "a", "b"))
+            return Write("trunc_normal_", nn.init.trunc_normal_, bounds, {}, *interval, random=True)
+        kind = func.overloadpacket.__name__
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        alike = random or torch.Tag.pointwise in func.tags or kind in _OVERWRITING
+        keywords = {key: value for key, value in kwargs.items() if key != "generator"}
+        if not alike or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args[1:], keywords))):
+            return None
+        return Write(kind, func, tuple(args[1:]), keywords, *interval, random=random)
+
+
+_OF_TRUNC_NORMAL = {aten.normal_.default, aten.uniform_.default, aten._local_scalar_dense.default}
+
+
+def _inside_trunc_normal() -> dict[str, Any] | None:
+    """The arguments of the `nn.init.trunc_normal_` that calls, if one does: it draws until all numbers fit."""
+    frame: Any = sys._getframe(2)
+    for _ in range(8):
+        if frame is None:
+            return None
+        if frame.f_code is trunc_normal_code:
+            return frame.f_locals
+        frame = frame.f_back
+    return None
+
+
+def _interval(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The stretch of memory that a view covers, if it covers one without gaps."""
+    if tensor.numel() and dense_stride(tensor) != tensor.stride():
+        return None
+    return tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
+
+
+class Initialisation:
+    """The first values of a model's meta tensors.
+
+    `names` says which of them are asked for; None is all. Buffers get theirs at once, on the module: they are small,
+    and every rank holds them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        init: Callable[[nn.Module], Any] | None,
+        *,
+        device: torch.device,
+        seed: int,
+        owned: Owned,
+        names: set[str] | None = None,
+    ) -> None:
+        self.model, self.device, self.seed, self.owned = model, device, seed, owned
+        self.base = _hash(seed, "") % 2**32
+        self.generator = torch.Generator(device)
+        self.parameters = {n: p for n, p in model.named_parameters() if p.is_meta and (names is None or n in names)}
+        self.buffers = {n: b for n, b in model.named_buffers() if b.is_meta and (names is None or n in names)}
+        self.tensors = dict(_named_tensors(model))
+        self.places = _places(model)
+        self.name_at = {(module, key): name for name, places in self.places.items() for module, key in places}
+        self.items: dict[str, list[Item]] = {name: [] for name in self.parameters}
+        self.pieces: dict[tuple[Call, str], tuple[int, torch.Tensor]] = {}
+        calls = list(_calls(model, init, {*map(id, self.parameters.values()), *map(id, self.buffers.values())}))
+        written = self._record(calls)
+        self._check(written)
+        self._fill_buffers(calls)
+        self._number()
+
+    # ---- parameters ----
+
+    def fill(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Write a parameter's elements from `start` on, in the order of its memory, into a flat tensor."""
+        items = _since_overwritten(self.items[name], self.parameters[name].numel())
+        for low, values in self._chunks(name, items, start, start + out.numel(), lambda call: self._piece(call, name)):
+            begin, end = max(start, low), min(start + out.numel(), low + values.numel())
+            out[begin - start : end - start].copy_(values[begin - low : end - low])
+        for key in [key for key in self.pieces if key[1] == name]:
+            del self.pieces[key]
+
+    def _chunks(
+        self,
+        name: str,
+        items: Sequence[Item],
+        start: int,
+        stop: int,
+        result: Callable[[Call], tuple[int, torch.Tensor]],
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Chunks that cover a range, always cut at the same places, so that every kernel sees the same sizes."""
+        parameter = self.parameters[name]
+        for low in range(start // CHUNK * CHUNK, stop, CHUNK):
+            values = torch.empty(min(CHUNK, parameter.numel() - low), dtype=parameter.dtype, device=self.device)
+            if parameter.is_floating_point() and not items:
+                values.fill_(float("nan"))
+            for item in items:
+                if isinstance(item, Call):
+                    first, piece = result(item)
+                    values.copy_(piece[low - first : low - first + values.numel()])
+                else:
+                    item.apply(values, low, self.base, self.generator)
+            yield low, values
+
+    def _piece(self, call: Call, name: str) -> tuple[int, torch.Tensor]:
+        """This rank's part of a tensor (whole chunks) as a call leaves it."""
+        if (call, name) not in self.pieces:
+            for other, whole in self._run(call).items():
+                start, stop = self.owned(other)
+                first = start // CHUNK * CHUNK
+                if stop > start and call in self.items[other]:
+                    last = min(-(-stop // CHUNK) * CHUNK, whole.numel())
+                    self.pieces[call, other] = first, whole[first:last].clone()
+        return self.pieces[call, name]
+
+    def _run(self, call: Call) -> dict[str, torch.Tensor]:
+        """Run an initialisation for real; returns what it wrote, whole and flat."""
+        flats = {name: self._real_before(call, name) for name in sorted(call.touched)}
+        twins = {name: _twin(self.tensors[name], flat) for name, flat in flats.items()}
+        with self._swapped(twins), self._environment(call):
+            call.function()
+        return {name: flats[name] for name in call.written}
+
+    def _real_before(self, call: Call, name: str) -> torch.Tensor:
+        """A flat tensor with memory and the values that a call finds: what is not asked for is only to be scratch."""
+        if name in self.parameters:
+            return self._whole_before(call, name)
+        module, key = self.places[name][0]
+        now = module._buffers[key] if key in module._buffers else self.tensors[name]
+        assert now is not None
+        flat = torch.zeros(now.numel(), dtype=now.dtype, device=self.device)
+        if not now.is_meta:
+            flat.as_strided(now.shape, dense_stride(now)).copy_(now)
+        return flat
+
+    def _whole_before(self, call: Call, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        items = self.items[name]
+        before = items[: items.index(call)] if call in items else []
+        before = _since_overwritten(before, parameter.numel())
+        flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device=self.device)
+        results = {item: self._run(item)[name] for item in before if isinstance(item, Call)}
+        for low, values in self._chunks(name, before, 0, parameter.numel(), lambda item: (0, results[item])):
+            flat[low : low + values.numel()].copy_(values)
+        return flat
+
+    # ---- recording ----
+
+    def _record(self, calls: Sequence[Call]) -> set[str]:
+        """Run every initialisation on fake tensors; returns the buffers that one of them writes."""
+        mode = fake_mode()
+        twins: dict[str, torch.Tensor] = {}
+        with mode:
+            for name, tensor in self.tensors.items():
+                fake = torch.empty_strided(tensor.shape, dense_stride(tensor), dtype=tensor.dtype, device=self.device)
+                twins[name] = _twin(tensor, fake) if isinstance(tensor, nn.Parameter) else fake
+        tracked = {storage_key(twin): name for name, twin in twins.items()}
+        dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
+        written: set[str] = set()
+        with self._swapped(twins):
+            for call in calls:
+                recorder = _Recorder(tracked, dtypes)
+                with self._environment(call), mode:
+                    try:
+                        with recorder:
+                            call.function()
+                    except Exception:
+                        call.failed = True  # tried again with real tensors, which raises what is really wrong
+                self._take(call, recorder.touched, [] if call.failed else recorder.writes)
+                self._check_not_replaced(call.module, twins)
+                written |= call.buffers
+                if call.failed:
+                    written |= self._record_for_real(call)
+        return written
+
+    def _take(self, call: Call, touched: set[str], writes: Sequence[tuple[str, Write | None]]) -> None:
+        call.touched |= touched
+        names = {name for name, _ in writes}
+        call.buffers |= names & set(self.buffers)
+        parameters = [(name, write) for name, write in writes if name in self.parameters]
+        if any(write is None for _, write in parameters):
+            # All or nothing: a copy of what the same call drew before must see those very numbers.
+            call.written = {name for name, _ in parameters}
+            for name in call.written:
+                self.items[name].append(call)
+            return
+        for name, write in parameters:
+            assert write is not None
+            self.items[name].append(write)
+
+    def _record_for_real(self, call: Call) -> set[str]:
+        """What a call that fake tensors are not enough for writes: it is run on the module's own tensors."""
+        keys = (*call.module._parameters, *call.module._buffers)
+        call.touched |= {self.name_at[call.module, key] for key in keys if (call.module, key) in self.name_at}
+        twins = {
+            name: _twin(tensor, torch.zeros(tensor.numel(), dtype=tensor.dtype, device=self.device))
+            for name, tensor in self.tensors.items()
+            if name in call.touched
+        }
+        tracked = {storage_key(twin): name for name, twin in twins.items()}
+        recorder = _Recorder(tracked, {name: twin.dtype for name, twin in twins.items()})
+        with self._swapped(twins), self._environment(call), recorder:
+            call.function()
+        self._take(call, recorder.touched, [(name, None) for name, _ in recorder.writes])
+        return call.buffers
+
+    # ---- buffers ----
+
+    def _fill_buffers(self, calls: Sequence[Call]) -> None:
+        """Give meta buffers memory and values, on their modules."""
+        if not self.buffers:
+            return
+        for name, buffer in self.buffers.items():
+            real = torch.empty_strided(buffer.shape, dense_stride(buffer), dtype=buffer.dtype, device=self.device)
+            for module, key in self.places[name]:
+                module._buffers[key] = real
+        # The model's other tensors stay as they are: copies, or tensors without values, stand in for them.
+        others = {n: b.clone() for n, b in self.model.named_buffers() if n not in self.buffers}
+        for name, parameter in self.model.named_parameters():
+            others[name] = _twin(parameter, torch.empty(parameter.numel(), dtype=parameter.dtype, device="meta"))
+        for call in calls:
+            if not call.buffers:
+                continue
+            if not call.failed:
+                try:
+                    with self._swapped(others), self._environment(call):
+                        call.function()
+                    continue
+                except (RuntimeError, NotImplementedError):
+                    pass  # a buffer is computed from a parameter
+            scratch = sorted(call.touched - set(self.buffers))
+            twins = {name: _twin(self.tensors[name], self._real_before(call, name)) for name in scratch}
+            with self._swapped(others | twins), self._environment(call):
+                call.function()
+
+    # ---- small things ----
+
+    def _check(self, written: set[str]) -> None:
+        """Raise unless everything gets a value."""
+        lost = [name for name, tensor in self.parameters.items() if not _covered(self.items[name], tensor.numel())]
+        lost += [name for name, tensor in self.buffers.items() if name not in written and tensor.numel()]
+        if not lost:
+            return
+        kinds = []
+        for name in lost[:8]:
+            module, key = self.places[name][0]
+            kinds.append(f"{name} ({type(module).__name__}.{key}, {list(self.tensors[name].shape)})")
+        raise UninitialisedError(
+            f"{len(lost)} tensor{'s' if len(lost) > 1 else ''} on the meta device that nothing initialises: "
+            f"{', '.join(kinds)}{', ...' if len(lost) > 8 else ''}. Give the class a reset_parameters() that writes "
+            "all its own parameters and buffers in place, or pass weft.compile(..., init=function), which is called "
+            "with each such module, or init='folder/of/a/checkpoint', or build the model on a real device"
+        )
+
+    def _number(self) -> None:
+        """Give the draws of every random op numbers of their own."""
+        number = 0
+        for name, items in self.items.items():
+            for position, item in enumerate(items):
+                if isinstance(item, Write) and item.random:
+                    items[position] = replace(item, number=number)
+                    number += self.parameters[name].numel() // CHUNK + 1
+
+    def _check_not_replaced(self, module: nn.Module, twins: Mapping[str, torch.Tensor]) -> None:
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            name = self.name_at.get((module, key))
+            if name is not None and tensor is not twins[name]:
+                raise UninitialisedError(
+                    f"the initialisation of {type(module).__name__} puts another tensor in the place of {name}: the "
+                    "optimizer holds the old one. Write into it in place, for instance with torch.nn.init or "
+                    "tensor.copy_(...)"
+                )
+
+    @contextmanager
+    def _swapped(self, twins: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The model with other tensors in the place of some, by name."""
+        saved = []
+        for name, twin in twins.items():
+            for module, key in self.places[name]:
+                space = module._parameters if key in module._parameters else module._buffers
+                saved.append((space, key, space[key]))
+                space[key] = twin  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for space, key, value in reversed(saved):
+                space[key] = value  # type: ignore[assignment]
+
+    @contextmanager
+    def _environment(self, call: Call) -> Iterator[None]:
+        """What an initialisation runs in: no gradients, generators that only the seed and the module decide."""
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=cuda))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.device(self.device))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            torch.manual_seed(_hash(self.seed, call.path))
+            yield
+
+
+def _hash(seed: int, text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{text}".encode(), digest_size=7).digest())
+
+
+def _twin(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one (its attributes too), in the given memory."""
+    value = flat.as_strided(tensor.shape, dense_stride(tensor))
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    twin = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    # transformers marks what is loaded already, and skips it.
+    twin.__dict__.update({key: item for key, item in tensor.__dict__.items() if key != "_is_hf_initialized"})
+    return twin
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where each parameter and buffer hangs: tied ones in several places."""
+    name_of = {id(tensor): name for name, tensor in _named_tensors(model)}
+    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                found.setdefault(name_of[id(tensor)], []).append((module, key))
+    return found
+
+
+def _since_overwritten(items: Sequence[Item], numel: int) -> list[Item]:
+    """The items from the last one on that gives every element a value."""
+    for position in reversed(range(len(items))):
+        item = items[position]
+        if isinstance(item, Call) or (item.overwrites and item.start <= 0 and item.stop >= numel):
+            return list(items[position:])
+    return list(items)
+
+
+def _covered(items: Sequence[Item], numel: int) -> bool:
+    """Whether every element is overwritten by some item."""
+    if any(isinstance(item, Call) for item in items):
+        return True
+    end = 0
+    for start, stop in sorted((i.start, i.stop) for i in items if isinstance(i, Write) and i.overwrites):
+        if start > end:
+            return False
+        end = max(end, stop)
+    return end >= numel
+
+
+# ---- whose initialisation is run ----
+
+
+def _calls(model: nn.Module, init: Callable[[nn.Module], Any] | None, wanted: set[int]) -> Iterator[Call]:
+    """Initialisations of all modules that hold (or whose children hold) wanted tensors, children first.
+
+    A parent comes after its children, as in its own constructor, and what it writes wins; the user's `init` comes last.
+    """
+    if not wanted:
+        return
+    names = {module: path for path, module in model.named_modules()}
+
+    def visit(module: nn.Module, pretrained: Any) -> Iterator[tuple[nn.Module, Any, bool]]:
+        pretrained = module if _is_transformers_model(module) else pretrained
+        holds = any(id(tensor) in wanted for tensor in (*module._parameters.values(), *module._buffers.values()))
+        below = False
+        for child in module.children():
+            if child in names and child not in seen:
+                seen.add(child)
+                for visited in visit(child, pretrained):
+                    below = True
+                    yield visited
+        if holds or below:
+            yield module, pretrained, holds
+
+    seen: set[nn.Module] = {model}
+    visited = list(visit(model, None))
+    for module, pretrained, _ in visited:
+        function = _own_initialisation(module, pretrained, init)
+        if function is not None:
+            yield Call(names[module], module, function)
+    if init is not None:
+        for module, _, holds in visited:
+            if holds:
+                yield Call(f"{names[module]} (init)", module, _bound(init, module))
+
+
+def _own_initialisation(module: nn.Module, pretrained: Any, init: Any) -> Callable[[], Any] | None:
+    if pretrained is not None:
+        return _bound(pretrained._init_weights, module)
+    for name in ("reset_parameters", "_reset_parameters"):
+        function = getattr(module, name, None)
+        if callable(function) and not _required(function):
+            return function
+    other = next((name for name in ("_init_weights", "init_weights") if callable(getattr(module, name, None))), None)
+    if other is not None and init is None:
+        raise UninitialisedError(
+            f"{type(module).__name__} is on the meta device and has a method {other}(), which weft does not call, as it "
+            "cannot know how it is meant: it calls each module's reset_parameters(). Pass what the model does itself "
+            f"as weft.compile(..., init=function), for instance init=model.{other} if it takes a module"
+        )
+    return None
+
+
+def _is_transformers_model(module: nn.Module) -> bool:
+    kinds = type(module).__mro__
+    return any(kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in kinds)
+
+
+def _required(function: Callable[..., Any]) -> bool:
+    """Whether a function cannot be called without arguments."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.default is inspect.Parameter.empty and p.kind not in kinds for p in parameters)
+
+
+def _bound(function: Callable[[nn.Module], Any], module: nn.Module) -> Callable[[], Any]:
+    return lambda: function(module)
