@@ -185,6 +185,7 @@ class Initialisation:
         self.places = _places(model)
         self.name_at = {(module, key): name for name, places in self.places.items() for module, key in places}
         self.items: dict[str, list[Item]] = {name: [] for name in self.parameters}
+        self.scratch: dict[torch.dtype, torch.Tensor] = {}
         self.pieces: dict[tuple[Call, str], tuple[int, torch.Tensor]] = {}
         calls = list(_calls(model, init, {*map(id, self.parameters.values()), *map(id, self.buffers.values())}))
         written = self._record(calls)
@@ -211,10 +212,13 @@ class Initialisation:
         stop: int,
         result: Callable[[Call], tuple[int, torch.Tensor]],
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Chunks that cover a range, always cut at the same places, so that every kernel sees the same sizes."""
+        """Chunks that cover a range, always cut at the same places, so that every kernel sees the same sizes.
+
+        They are good until the next one: all lie in one buffer.
+        """
         parameter = self.parameters[name]
         for low in range(start // CHUNK * CHUNK, stop, CHUNK):
-            values = torch.empty(min(CHUNK, parameter.numel() - low), dtype=parameter.dtype, device=self.device)
+            values = self._scratch(parameter.dtype)[: parameter.numel() - low]
             if parameter.is_floating_point() and not items:
                 values.fill_(float("nan"))
             for item in items:
@@ -224,6 +228,11 @@ class Initialisation:
                 else:
                     item.apply(values, low, self.base, self.generator)
             yield low, values
+
+    def _scratch(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self.scratch:
+            self.scratch[dtype] = torch.empty(CHUNK, dtype=dtype, device=self.device)
+        return self.scratch[dtype]
 
     def _piece(self, call: Call, name: str) -> tuple[int, torch.Tensor]:
         """This rank's part of a tensor (whole chunks) as a call leaves it."""
