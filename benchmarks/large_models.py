@@ -3,9 +3,9 @@
     python -m benchmarks.large_models plan                      # a 70 B Llama for 32 ranks, in one process
     python -m benchmarks.large_models materialise --layers 8    # a cut of it, for real, on two processes
 
-The model is shaped like Llama 3 70B and built on the meta device. `plan` uses PyTorch's fake process group, on one core.
-`materialise` starts real processes and compares each one's peak memory with the bytes of its shards; the bytes of the
-whole model must fit into this machine's memory all the same, as its ranks share it.
+The model is shaped like Llama 3 70B and built on the meta device. `plan` uses PyTorch's fake process group and one core.
+`materialise` starts real processes and compares the peak memory of each with the bytes of its shards; the whole model
+must fit into this machine's memory all the same, as its ranks share it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build(options: argparse.Namespace) -> nn.Module:
         use_cache=False,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model: nn.Module = LlamaForCausalLM(config)
     return model.to(DTYPES[options.dtype])
 
 
@@ -85,7 +85,9 @@ def plan(options: argparse.Namespace) -> None:
     parameters = sum(parameter.numel() for parameter in step.model.parameters())
     program = result.programs["only"]
     print(f"{parameters / 1e9:.1f} B parameters, {options.dtype}, {options.mode}, {options.world} ranks")
-    print(f"build and compile {made - start:.1f} s, prepare {end - made:.1f} s, together {end - start:.1f} s on one core")
+    print(
+        f"build and compile {made - start:.1f} s, prepare {end - made:.1f} s, together {end - start:.1f} s on one core"
+    )
     print(f"peak memory {gib(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}")
     print(f"{len(result.layout.buckets)} buckets, {len(program.graph.nodes)} nodes, {result.gathers} gathers a step")
     print(f"a rank keeps {gib(result.state_bytes)} between steps and {gib(result.arena_bytes)} of buffers within one")

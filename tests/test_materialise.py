@@ -1,4 +1,4 @@
-"""Models on the meta device: first values by the model's own initialisation, `init=` or a checkpoint; planning alone."""
+"""Models on the meta device: values by their own initialisation, `init=` or a checkpoint; planning without ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import weft
-from tests.large import BUILDERS, Everything, batch_for, on_meta, values_of
+from tests.large import BUILDERS, Everything, Truncated, batch_for, on_meta, values_of
 from weft.state import initial, safetensors
 from weft.state.safetensors import Stored
 
@@ -194,6 +194,29 @@ def test_an_initialisation_that_weft_does_not_call_is_an_error_that_names_it() -
         compiled(model)(torch.randn(2, 4))
 
 
+def test_what_depends_on_other_tensors_values_sees_them() -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Bare):
+            module.scale.data.copy_(module.linear.weight.sum(0))
+            module.mask.copy_(module.linear.weight[0])
+            if module.scale.sum() == 12345:  # a branch on a value
+                raise AssertionError
+
+    found = materialised(bare(), torch.randn(2, 4), init=init)
+    assert torch.equal(found["scale"], found["linear.weight"].sum(0))
+    assert torch.equal(found["mask"], found["linear.weight"][0])
+
+
+def test_what_can_be_cut_is_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = []
+    monkeypatch.setattr(initial.Initialisation, "_run", lambda self, call: run.append(call.path))
+    for name in ("llama", "gpt2", "bert"):
+        materialised(on_meta(name), batch_for(name))
+    model = nn.Sequential(Truncated(4, 4, device="meta"), nn.LSTM(4, 4, device="meta"))
+    materialised(model, torch.randn(2, 4), loss=lambda m, x: m(x)[0].sum())
+    assert not run
+
+
 def test_an_error_in_an_initialisation_is_the_users_own() -> None:
     def init(module: nn.Module) -> None:
         raise KeyError("mine")
@@ -202,10 +225,14 @@ def test_an_error_in_an_initialisation_is_the_users_own() -> None:
         compiled(bare(), init=init)(torch.randn(2, 4))
 
 
-def test_putting_a_new_tensor_in_a_parameters_place_is_an_error() -> None:
+@pytest.mark.parametrize("data", [False, True])
+def test_putting_a_new_tensor_in_a_parameters_place_is_an_error(data: bool) -> None:
     def init(module: nn.Module) -> None:
         if isinstance(module, Bare):
-            module.scale = nn.Parameter(torch.ones(4))
+            if data:
+                module.scale.data = torch.ones(4)
+            else:
+                module.scale = nn.Parameter(torch.ones(4))
             module.mask.fill_(1)
 
     with pytest.raises(ValueError, match="in the place of scale"):
@@ -337,7 +364,7 @@ def test_a_plain_attribute_on_meta_is_an_error() -> None:
 
 def test_values_before_the_first_batch_are_an_error_that_says_what_to_do() -> None:
     step = compiled(on_meta("llama"))
-    with pytest.raises(RuntimeError, match="step.prepare"):
+    with pytest.raises(RuntimeError, match=r"step\.prepare"):
         step.state_dict()
     step.prepare(batch_for("llama"))
     assert torch.isfinite(step.state_dict()["model"]["lm_head.weight"]).all()
@@ -367,5 +394,5 @@ def test_a_step_for_eight_ranks_is_planned_in_one_process_and_not_run() -> None:
     assert plan.gathers > 0
     assert "on 8 ranks" in plan.explain()
     for call in (step, step.evaluate):
-        with pytest.raises(RuntimeError, match="can be planned with step.prepare"):
+        with pytest.raises(RuntimeError, match=r"can be planned with step\.prepare"):
             call(batch_for("llama"))

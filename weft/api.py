@@ -75,8 +75,8 @@ def compile(
         seed: of dropout; None derives it from `torch.initial_seed()`. Rank r draws as after `manual_seed(seed + r)`.
         mesh: a one-dimensional `DeviceMesh`; None means all ranks.
         timeout: seconds after which a wait on another rank becomes an error.
-        init: first values: a safetensors file or a folder of a checkpoint, or a function that initialises a module's own
-            tensors in place, called after the module's own initialisation for each that has tensors on the meta device.
+        init: where first values come from: a safetensors file, a checkpoint's folder, or a function that initialises a
+            module's own tensors in place, called for each that has some on the meta device, after its own method.
     """
     options = check_options(
         mode=mode,

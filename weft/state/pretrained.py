@@ -29,8 +29,8 @@ class Pretrained:
         self.path = path
         found = _headers(path)
         persistent = set(model.state_dict(keep_vars=True))
-        self.tensors = dict(model.named_parameters())
-        self.tensors.update({name: b for name, b in model.named_buffers() if name in persistent})
+        self.tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+        self.tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
         aliases: dict[str, list[str]] = {name: [] for name in self.tensors}
         name_of = {id(tensor): name for name, tensor in self.tensors.items()}
         for getter in (model.named_parameters, model.named_buffers):
