@@ -3,9 +3,9 @@
     python -m benchmarks.large_models plan                      # a 70 B Llama for 32 ranks, in one process
     python -m benchmarks.large_models materialise --layers 8    # a cut of it, for real, on two processes
 
-The model is shaped like Llama 3 70B and built on the meta device. `plan` uses PyTorch's fake process group and one core.
-`materialise` starts real processes and compares the peak memory of each with the bytes of its shards; the whole model
-must fit into this machine's memory all the same, as its ranks share it.
+The model has the shapes of Llama 3 70B and is built on the meta device. `plan` uses PyTorch's fake process group, and
+one core. `materialise` compares the peak memory of each process with the bytes of its shards; all of them must fit into
+this machine's memory together.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ def compile(
         precision: dtypes of compute, reduction and master values.
         fuse, offload, cache_dir: not built yet; "auto" and None are accepted, anything else is refused.
         passes: passes switched off or configured by name, for instance {"prefetch": False}.
-        seed: of dropout; None derives it from `torch.initial_seed()`. Rank r draws as after `manual_seed(seed + r)`.
+        seed: of dropout and first values; None derives it from `torch.initial_seed()`. Rank r's dropout draws as after
+            `manual_seed(seed + r)`.
         mesh: a one-dimensional `DeviceMesh`; None means all ranks.
         timeout: seconds after which a wait on another rank becomes an error.
         init: where first values come from: a safetensors file, a checkpoint's folder, or a function that initialises a
@@ -439,6 +440,7 @@ class Step:
             lines.append(
                 f"{info.name} {list(info.shape)} {info.dtype} group {info.group} "
                 f"compute {info.compute} reduce {info.reduce} master {info.master}"
+                f"{' on meta' if self._parameters[info.index].is_meta else ''}"
             )
         if len(lines) > 2000:  # large models: one line is enough to see a difference
             return [lines[0], hashlib.sha256("\n".join(lines).encode()).hexdigest()]
