@@ -77,17 +77,16 @@ def plan(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world)
     build(argparse.Namespace(**{**vars(options), "layers": 1, "hidden": 1024}))  # imports, once
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     step = compiled(options)
     made = time.perf_counter()
     result = step.prepare(batch_of(options))
-    end = time.perf_counter()
+    end, cpu = time.perf_counter(), time.process_time() - cpu
     parameters = sum(parameter.numel() for parameter in step.model.parameters())
     program = result.programs["only"]
     print(f"{parameters / 1e9:.1f} B parameters, {options.dtype}, {options.mode}, {options.world} ranks")
-    print(
-        f"build and compile {made - start:.1f} s, prepare {end - made:.1f} s, together {end - start:.1f} s on one core"
-    )
+    print(f"build and compile {made - start:.1f} s, prepare {end - made:.1f} s, together {end - start:.1f} s")
+    print(f"on one core, {cpu:.1f} s of its time: the rest went to other processes")
     print(f"peak memory {gib(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}")
     print(f"{len(result.layout.buckets)} buckets, {len(program.graph.nodes)} nodes, {result.gathers} gathers a step")
     print(f"a rank keeps {gib(result.state_bytes)} between steps and {gib(result.arena_bytes)} of buffers within one")
