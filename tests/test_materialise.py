@@ -63,6 +63,39 @@ def test_values_are_spread_as_those_of_a_model_that_was_built_for_real(name: str
             assert value.abs().max() < 3 * wanted.abs().max(), key
 
 
+def transformers_model(name: str) -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    configs = {
+        "ViT": lambda: transformers.ViTConfig(**sizes, image_size=32, patch_size=8),
+        "Mixtral": lambda: transformers.MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=61),
+        "T5": lambda: transformers.T5Config(d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, vocab_size=61),
+        "Mamba": lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=8),
+        "ResNet": lambda: transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
+    }
+    return getattr(transformers, f"{name}Model")(configs[name]())
+
+
+@pytest.mark.parametrize("name", ["ViT", "Mixtral", "T5", "Mamba", "ResNet"])
+def test_transformers_models_of_many_kinds_initialise_themselves(name: str) -> None:
+    with torch.device("meta"):
+        model = transformers_model(name)
+    values = initial.Initialisation(
+        model, None, device=torch.device("cpu"), seed=1, owned=lambda tensor: (0, model.get_parameter(tensor).numel())
+    )
+    expected = transformers_model(name).state_dict()
+    for key, parameter in model.named_parameters():
+        found, wanted = torch.empty(parameter.numel()), expected[key].float()
+        values.fill(key, 0, found)
+        tolerance = 6 * wanted.std(correction=0) / wanted.numel() ** 0.5 + 1e-6
+        assert abs(found.mean() - wanted.mean()) < tolerance, key
+        assert abs(found.std(correction=0) - wanted.std(correction=0)) < tolerance, key
+    for key, buffer in model.named_buffers():
+        if key in expected:
+            assert torch.equal(buffer, expected[key])
+
+
 def test_what_a_padding_row_an_orthogonal_matrix_and_a_truncated_normal_promise_holds() -> None:
     found = materialised(Everything.on_meta(), batch_for("everything"))
     assert not found["embedding.weight"][3].any()

@@ -82,6 +82,18 @@ def test_it_trains_as_an_eager_model_with_those_values(ranks: Callable[[int], Ra
         assert torch.allclose(value, answers[1][2][key], atol=1e-6)
 
 
+def partly_on_meta(rank: int) -> str:
+    model = nn.Linear(4, 4, device="meta" if rank else "cpu")
+    step = weft.compile(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).sum(), timeout=60)
+    with pytest.raises(ValueError, match="compile different steps") as error:
+        step(torch.randn(2, 4))
+    return str(error.value)
+
+
+def test_a_model_on_meta_on_some_ranks_alone_is_an_error(ranks: Callable[[int], Ranks]) -> None:
+    assert all("on meta on rank 1" in message for message in ranks(2).run(partly_on_meta))
+
+
 # ---- checkpoints ----
 
 
