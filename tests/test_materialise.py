@@ -33,7 +33,7 @@ def materialised(model: nn.Module, batch: Any, **options: Any) -> dict[str, torc
 # ---- the model's own initialisation ----
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ["everything", "gpt2"])
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(name: str) -> None:
     one, two, other = (materialised(on_meta(name), batch_for(name), seed=seed) for seed in (5, 5, 6))
     assert one.keys() == two.keys()

@@ -23,8 +23,8 @@ from weft.state.safetensors import Stored
 pytestmark = pytest.mark.distributed
 
 CASES = {
-    2: [("everything", "zero3"), ("everything", "replicate"), ("gpt2", "zero3"), ("bert", "zero3")],
-    3: [("everything", "zero3"), ("everything", "zero1"), ("everything", "zero2"), ("llama", "zero3")],
+    2: [("everything", "zero2"), ("everything", "replicate"), ("gpt2", "zero3"), ("bert", "zero3")],
+    3: [("everything", "zero3"), ("everything", "zero1"), ("llama", "zero3")],
 }
 SMALL_CHUNK = 200  # elements: parameters have many chunks, and slices end within them
 SMALL_BUCKETS = {"shard": {"bucket_bytes": 4000}}
