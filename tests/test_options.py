@@ -166,12 +166,6 @@ def test_a_model_without_parameters_is_an_error() -> None:
         weft.compile(nn.ReLU(), torch.optim.SGD(other.parameters(), lr=0.1))
 
 
-def test_a_model_on_the_meta_device_is_an_error_that_says_what_to_do() -> None:
-    model = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ValueError, match="to_empty"):
-        weft.compile(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def test_parameters_that_share_memory_are_an_error_that_names_both() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = nn.Parameter(model[0].weight.detach())

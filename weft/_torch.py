@@ -48,6 +48,8 @@ __all__ = [
     "pytree",
     "reduce_scatter",
     "storage_key",
+    "swap_values",
+    "trunc_normal_code",
 ]
 
 OLDEST, NEWEST = (2, 11), (2, 13)
@@ -102,6 +104,14 @@ plain_tensor_access = torch._C.DisableTorchFunctionSubclass
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity of the tensor's storage, the same for all its views (fake tensors have no data pointer)."""
     return tensor.untyped_storage()._cdata
+
+
+# Exchanges what two tensor objects stand for; `torch.utils.swap_tensors` exchanges the objects' attributes as well, and
+# refuses where there are weak references to them, as an LSTM keeps.
+swap_values = torch._C._swap_tensor_impl
+
+# The code of `nn.init.trunc_normal_`, which draws again until all numbers fit: to know its draws when they come.
+trunc_normal_code = getattr(torch.nn.init._no_grad_trunc_normal_, "__code__", None)
 
 
 def parameter_hooks(parameter: torch.Tensor) -> bool:

@@ -6,9 +6,10 @@ import atexit
 import hashlib
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from os import PathLike
 from typing import Any
 
 import torch
@@ -27,14 +28,15 @@ from weft.state import checkpoint
 from weft.state.budget import ModeCost, choose_mode, mode_costs
 from weft.state.checks import ModelTree, buffer_slots, check_model, check_optimizer, dense_stride
 from weft.state.layout import Layout, ParameterInfo, make_layout
+from weft.state.materialise import FirstValues
 from weft.state.optimizer import Probe, group_options, probe
 from weft.state.parameters import manage, placeholder, unguarded
-from weft.state.shards import BucketState, flatten, return_freed_memory
+from weft.state.shards import BucketState, return_freed_memory
 from weft.trace.ambient import Ambient
 from weft.trace.capture import Loss, ParameterSpec, Trace, capture, default_loss
 from weft.trace.known import Known, KnownTraces
 from weft.trace.randomness import device_generator
-from weft.trace.signature import BatchSpec, split_batch, structure_of
+from weft.trace.signature import BatchSpec, check_batch_device, split_batch, structure_of
 from weft.trace.sizes import OpenDims
 
 
@@ -56,6 +58,7 @@ def compile(
     mesh: Any = None,
     timeout: float | timedelta = 600.0,
     debug: bool = False,
+    init: Callable[[nn.Module], Any] | str | PathLike[str] | None = None,
 ) -> Step:
     """Compile a training step: `step(batch)` runs forward, backward, reduction and update on all ranks.
 
@@ -70,10 +73,13 @@ def compile(
         precision: dtypes of compute, reduction and master values.
         fuse, offload, cache_dir: not built yet; "auto" and None are accepted, anything else is refused.
         passes: passes switched off or configured by name, for instance {"prefetch": False}.
-        seed: of dropout; None derives it from `torch.initial_seed()`. Rank r draws as after `manual_seed(seed + r)`.
+        seed: of dropout and first values; None derives it from `torch.initial_seed()`. Rank r's dropout draws as after
+            `manual_seed(seed + r)`.
         mesh: a one-dimensional `DeviceMesh`; None means all ranks.
         timeout: seconds after which a wait on another rank becomes an error.
         debug: number every collective, and make one that is out of sequence an error that names both sides.
+        init: where first values come from: a safetensors file, a checkpoint's folder, or a function that initialises a
+            module's own tensors in place, called for each that has some on the meta device, after its own method.
     """
     options = check_options(
         mode=mode,
@@ -89,6 +95,7 @@ def compile(
         mesh=mesh,
         timeout=timeout,
         debug=debug,
+        init=init,
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; weft.compile takes a torch.nn.Module")
@@ -133,6 +140,7 @@ class Step:
         self._tree = ModelTree(model, optimizer)
         self._buffer_slots = buffer_slots(model)
         self._probe: Probe = probe(optimizer, self._device)
+        self._first_values = FirstValues(model, options.init, self._device)
         self._collectives: Local = connect(self._device, options.mesh, options.timeout, debug=options.debug)
         self._infos = self._parameter_infos()
         self._mode, self._why = self._choose_mode()
@@ -140,8 +148,8 @@ class Step:
             ParameterSpec(info.name, info.shape, info.stride, info.dtype, trained)
             for info, trained in zip(self._infos, self._trained, strict=True)
         ]
-        seed = torch.initial_seed() if options.seed is None else options.seed
-        self._random_state = _seeded_state(self._device, seed + self._collectives.rank)
+        self._seed = torch.initial_seed() if options.seed is None else options.seed
+        self._random_state = _seeded_state(self._device, self._seed + self._collectives.rank)
         self._known = KnownTraces(self._ambient)
         self._layout: Layout | None = None
         self._executor: Executor | None = None
@@ -166,7 +174,7 @@ class Step:
         micro_batches = self._micro_batches(batch)
         self._check_unchanged()
         entries = [self._entry(micro_batch, training=True) for micro_batch in micro_batches]
-        executor = self._materialised(entries[0][0])
+        executor = self._materialised()
         programs = [self._program(entry, self._variant(i)) for i, (entry, _) in enumerate(entries)]
         self._plan_of = [entry for entry, _ in entries]
         reached = [any(flags) for flags in zip(*(entry.trace.reached for entry, _ in entries), strict=True)]
@@ -204,7 +212,7 @@ class Step:
         self.model.eval()
         try:
             entry, tensors = self._entry(batch, training=False)
-            executor = self._materialised(entry)
+            executor = self._materialised()
             program = self._program(entry, "evaluate")
             kept = executor.random_state
             output = executor(program, self._inputs(entry, tensors))
@@ -255,7 +263,7 @@ class Step:
         All ranks must enter, and write the same values.
         """
         self._check_usable()
-        executor = self._executor
+        executor = self._materialised_if_needed()
         if executor is None:
             yield self.model
             return
@@ -374,6 +382,7 @@ class Step:
     def _entry(self, batch: Any, training: bool) -> tuple[Known, list[torch.Tensor]]:
         """The trace for a batch, made where none is known that serves it, and the batch's tensors."""
         tensors, spec = split_batch(batch)
+        check_batch_device(tensors, spec, self._device)
         structure = structure_of(tensors, spec, self._modules, self._buffers(), self._device, training)
 
         def captured(open_dims: OpenDims | None) -> Trace:
@@ -438,6 +447,7 @@ class Step:
             lines.append(
                 f"{info.name} {list(info.shape)} {info.dtype} group {info.group} "
                 f"compute {info.compute} reduce {info.reduce} master {info.master}"
+                f"{' on meta' if self._parameters[info.index].is_meta else ''}"
             )
         if len(lines) > 2000:  # large models: one line is enough to see a difference
             return [lines[0], hashlib.sha256("\n".join(lines).encode()).hexdigest()]
@@ -460,12 +470,14 @@ class Step:
 
     # ---- state ----
 
-    def _materialised(self, entry: Known) -> Executor:
+    def _materialised(self) -> Executor:
         """Move parameters into buckets, at the first call that runs something: rank 0's values, on every rank."""
         if self._executor is not None:
             return self._executor
         assert self._layout is not None
         layout, collectives = self._layout, self._collectives
+        collectives.check_runs()
+        self._first_values.begin(layout, self._seed, collectives)
         values: list[torch.Tensor] = [parameter.detach() for parameter in self._parameters]
         initial = self._take_optimizer_state()
         states: list[BucketState] = []
@@ -476,8 +488,7 @@ class Step:
             for slot in bucket.slots
         )
         for bucket in layout.buckets:
-            flat = flatten(bucket, values)
-            collectives.broadcast(flat, f"the first values of {bucket.describe()}")
+            flat = self._first_values.of_bucket(bucket, values, collectives)
             state = BucketState(bucket, collectives.rank, flat, elementwise, fused=self._probe.fused)
             del flat
             for slot in bucket.slots:
@@ -487,10 +498,16 @@ class Step:
             if state.optimizer is not None and initial:
                 state.optimizer.import_state(initial)
         for index, value in enumerate(values):
-            if index not in layout.slot_of:
+            if index in layout.slot_of:
+                continue
+            if value.is_meta:
+                whole = self._first_values.whole(self._names[index], value)
+                manage(self._parameters[index], self._names[index], whole, None)
+            else:
                 collectives.broadcast(value.contiguous() if not value.is_contiguous() else value, self._names[index])
         for name, buffer in zip(self._buffer_names(), self._buffers(), strict=True):
             collectives.broadcast(buffer, f"the first values of the buffer {name}")
+        self._first_values.pending = False
         self._executor = Executor(
             layout,
             states,
@@ -506,6 +523,17 @@ class Step:
         self._tree.remember_memory()
         del values
         return_freed_memory()
+        return self._executor
+
+    def _materialised_if_needed(self) -> Executor | None:
+        """The executor if there is one; a model on the meta device needs it to have values at all."""
+        if self._executor is None and self._first_values.pending:
+            if self._layout is None:
+                raise RuntimeError(
+                    "the model is on the meta device and has no values yet: what a rank holds is decided with the "
+                    "first batch. Call step.prepare(batch) before this"
+                )
+            return self._materialised()
         return self._executor
 
     def _guard(self, state: BucketState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ Mode = Literal["auto", "replicate", "zero1", "zero2", "zero3"]
 MODES = ("auto", "replicate", "zero1", "zero2", "zero3")
 SHARDED_MODES = ("zero1", "zero2", "zero3")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+CHECKPOINT_FILES = ("model.safetensors", "model.safetensors.index.json")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -65,6 +66,7 @@ class Options:
     mesh: Any
     timeout: timedelta
     debug: bool
+    init: Callable[[torch.nn.Module], Any] | Path | None = None
 
     def enabled(self, name: str) -> bool:
         return self.passes.get(name, True) is not False
@@ -92,6 +94,7 @@ def check_options(
     mesh: Any,
     timeout: Any,
     debug: Any,
+    init: Any = None,
 ) -> Options:
     """Turn what the user wrote into Options, or say what is wrong with it."""
     if mode not in MODES:
@@ -131,6 +134,7 @@ def check_options(
         mesh=_check_mesh(mesh),
         timeout=_check_timeout(timeout),
         debug=debug,
+        init=_check_init(init),
     )
 
 
@@ -200,6 +204,29 @@ def _check_timeout(timeout: Any) -> timedelta:
     if not 0 < seconds < 10**7:
         raise ValueError(f"timeout={timeout!r}: a positive number of seconds or a datetime.timedelta")
     return timedelta(seconds=seconds)
+
+
+def _check_init(init: Any) -> Callable[[torch.nn.Module], Any] | Path | None:
+    allowed = (
+        "a function that takes a module and initialises its own tensors in place, a .safetensors file, a folder with "
+        "model.safetensors or model.safetensors.index.json, or None"
+    )
+    if isinstance(init, (str, os.PathLike)):
+        path = Path(init)
+        files = [path] if path.suffix == ".safetensors" else [path / n for n in CHECKPOINT_FILES]
+        if not any(file.is_file() for file in files):
+            raise ValueError(f"init={str(init)!r}: {_what_is_there(path)}; use {allowed}")
+        return path
+    if init is not None and (not callable(init) or isinstance(init, (type, torch.nn.Module))):
+        raise ValueError(f"init is a {type(init).__name__} ({str(init)[:60]}): use {allowed}")
+    return init
+
+
+def _what_is_there(path: Path) -> str:
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())
+        return f"the folder holds {', '.join(names[:6]) or 'nothing'}{', ...' if len(names) > 6 else ''}"
+    return "there is no such file or folder" if not path.exists() else "this is a file of another kind"
 
 
 def budget_bytes(memory: int | float, device: torch.device) -> int:

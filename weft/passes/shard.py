@@ -82,6 +82,7 @@ class _Emitter:
         self.env: dict[fx.Node, fx.Node] = {}
         self.backward_env: dict[fx.Node, fx.Node] = {}
         self.order: Sequence[tuple[int, str]] | None = layout.gather_order
+        self.place_in_order = {item: place for place, item in enumerate(layout.gather_order)}
         self.issued_order: list[tuple[int, str]] = []
         self.awaited: dict[tuple[int, str], fx.Node] = {}
         self.resident: dict[int, fx.Node] = {}
@@ -165,7 +166,7 @@ class _Emitter:
         """Which of a bucket's gathers serves a use at this point."""
         if not self.in_backward:
             return "forward"
-        if self.order is not None and (bucket, "backward") not in self.order:
+        if self.order is not None and (bucket, "backward") not in self.place_in_order:
             return "forward"  # kept since then
         return "backward"
 
@@ -176,15 +177,14 @@ class _Emitter:
             if self.order is None:
                 self.issue(item)
             else:
-                for earlier in self.order[: self.order.index(item) + 1]:
-                    self.issue(earlier)
+                for next_one in self.order[len(self.issued_order) : self.place_in_order[item] + 1]:
+                    self.issue(next_one)
             self.awaited[item] = self.add(g.await_gather, bucket)
         return self.awaited[item]
 
     def issue(self, item: tuple[int, str]) -> None:
-        if item not in self.issued_order:
-            self.issued_order.append(item)
-            self.add(g.gather, item[0])
+        self.issued_order.append(item)
+        self.add(g.gather, item[0])
 
     def finish_phase(self, phase: str) -> None:
         """Issue and await the gathers that the order has in this phase and this trace does not use."""

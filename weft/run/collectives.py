@@ -72,6 +72,28 @@ class Local:
     def wait(self, pending: Pending, what: str) -> None:
         pending.wait()
 
+    def check_runs(self) -> None:
+        """Raise where steps can be planned but not run."""
+
+
+class Planning(Local):
+    """A process group of backend "fake": one process plans as any rank of any world, and nothing can run."""
+
+    name = "fake"
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.receives = device.type == "cpu"  # as the gloo or nccl that would be there
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.world
+
+    def check_runs(self) -> None:
+        raise RuntimeError(
+            f'the process group\'s backend is "fake": there are no {self.world} ranks, so a step can be planned with '
+            "step.prepare(batch) but not run. To run it start real processes, for instance with torchrun"
+        )
+
 
 class Distributed(Local):
     """Several ranks; `Gloo` and `Nccl` differ in gathers, reduce-scatters and in what a wait means."""
@@ -305,6 +327,8 @@ def connect(device: torch.device, mesh: Any, timeout: timedelta, *, debug: bool 
     if dist.get_world_size(group) == 1:
         return Local()
     backend = dist.get_backend(group)
+    if backend == "fake":
+        return Planning(group, device)
     kinds: dict[str, type[Distributed]] = {"nccl": Nccl, "gloo": Gloo}
     if debug:
         kinds = {"nccl": NumberedNccl, "gloo": NumberedGloo}

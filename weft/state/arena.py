@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,19 +44,19 @@ def place(leases: Sequence[Lease]) -> Placement:
 
 
 def _place_in_order(leases: Sequence[Lease]) -> Placement:
-    placed: list[tuple[int, int, Lease]] = []
+    placed: list[tuple[int, int, Lease]] = []  # by where they start
     offsets: dict[tuple[str, int], int] = {}
     for lease in leases:
         size = round_up(lease.nbytes, ALIGNMENT)
         offset = 0
-        for start, end, other in sorted(placed, key=lambda entry: entry[0]):
+        for start, end, other in placed:
             if not lease.overlaps(other):
                 continue
             if offset + size <= start:
                 break
             offset = max(offset, end)
         offsets[lease.key] = offset
-        placed.append((offset, offset + size, lease))
+        insort(placed, (offset, offset + size, lease), key=lambda entry: entry[0])
     return Placement(offsets, max((end for _, end, _ in placed), default=0))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from weft._torch import has_step_hooks, parameter_hooks, plain_tensor_access, storage_key
@@ -13,16 +16,7 @@ def check_model(model: nn.Module) -> torch.device:
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ValueError("the model has no parameters")
-    devices = {parameter.device: name for name, parameter in parameters.items()}
-    if len(devices) > 1:
-        seen = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(f"the model's parameters are on several devices ({seen}); move it to one before weft.compile")
-    device = next(iter(devices))
-    if device.type == "meta":
-        raise ValueError(
-            "the model is on the meta device; this version needs real parameters: build it on its device, or call "
-            "model.to_empty(device=...) and initialise it"
-        )
+    device = device_of(model)
     owners: dict[int, str] = {}
     for name, parameter in parameters.items():
         if parameter_hooks(parameter):
@@ -39,6 +33,25 @@ def check_model(model: nn.Module) -> torch.device:
     return device
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is or, as far as it is on the meta device, will be."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    real = {tensor.device: name for name, tensor in model.named_parameters() if not tensor.is_meta}
+    if len(real) > 1:
+        seen = ", ".join(f"{name} on {device}" for device, name in real.items())
+        raise ValueError(f"the model's parameters are on several devices ({seen}); move it to one before weft.compile")
+    real = real or {tensor.device: name for name, tensor in tensors if not tensor.is_meta}
+    return next(iter(real)) if len(real) == 1 else default_device()
+
+
+def default_device() -> torch.device:
+    """This process's GPU (torchrun's local rank, unless the script chose one), or the CPU where there is none."""
+    if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == "gloo"):
+        return torch.device("cpu")
+    index = torch.cuda.current_device() or int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    return torch.device("cuda", index)
+
+
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """The parameter group of each parameter that the optimizer holds."""
     index = {id(parameter): i for i, (_, parameter) in enumerate(model.named_parameters())}
@@ -51,6 +64,13 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
                     "one of the model's: construct the optimizer from the parameters of the model that is compiled"
                 )
             group_of[index[id(parameter)]] = number
+    filled = [key for state in optimizer.state.values() for key, v in state.items() if getattr(v, "is_meta", False)]
+    if filled:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {filled[0]!r} of parameters on the meta device, which has no values: "
+            "use an optimizer that creates its state in the first step (AdamW, SGD, RMSprop), or build the model on a "
+            "real device"
+        )
     if has_step_hooks(optimizer):
         raise ValueError("the optimizer has step hooks, which a compiled step would not run; remove them")
     return group_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft._torch import plain_tensor_access, pytree
+from weft._torch import plain_tensor_access, pytree, swap_values
 
 _ATTRIBUTES = [
     "shape",
@@ -107,7 +107,11 @@ class ManagedParameter(nn.Parameter):
 def manage(parameter: nn.Parameter, name: str, data: torch.Tensor, guard: Callable[[str], None] | None) -> None:
     """Give a parameter new memory, and a guard that is asked before its values are used (None: none is needed)."""
     with plain_tensor_access():
-        parameter.data = data
+        if parameter.is_meta and not data.is_meta:
+            # `.data` cannot be given memory of another kind.
+            swap_values(parameter, nn.Parameter(data, requires_grad=parameter.requires_grad))
+        else:
+            parameter.data = data
     if guard is None:
         if isinstance(parameter, ManagedParameter):
             _set_class(parameter, nn.Parameter)

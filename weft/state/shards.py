@@ -17,6 +17,8 @@ class BucketState:
     `master` is what the optimizer updates: the rank's slice, or everything where the update is replicated. `full` is
     the whole bucket in the compute dtype, None where it is sharded between uses. Where dtypes agree `master` is a view
     of `full`, so that an update is seen without a copy.
+
+    `flat` is the whole bucket; where it is sharded it may be this rank's slice alone.
     """
 
     def __init__(
@@ -37,7 +39,8 @@ class BucketState:
         if self.full is not None and same:
             self.master = self.full[self.own]
         else:
-            self.master = flat[self.own].clone() if bucket.scatter else flat
+            whole = bucket.scatter and flat.numel() == bucket.numel
+            self.master = flat[self.own].clone() if whole and bucket.world > 1 else flat
         self.views: tuple[torch.Tensor, ...] = ()
         if self.full is not None:
             self.views = tuple(slot.view(self.full) for slot in bucket.slots)

@@ -216,6 +216,12 @@ def capture(
         dtype = compute_dtype if compute_dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
         return torch.empty_strided(parameter.shape, parameter.stride, dtype=dtype, device=device)
 
+    def fake_buffer(mode: FakeTensorMode, buffer: torch.Tensor) -> torch.Tensor:
+        if not buffer.is_meta:
+            return mode.from_tensor(buffer.detach())
+        with mode:
+            return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
+
     def run(base_key: int, locate: bool = False) -> _Run:
         keys = RandomKeys(device, first=base_key)
         # A mode of its own for every run: a tensor that an earlier one left on a module is then recognised.
@@ -225,7 +231,7 @@ def capture(
             values = [fake_parameter(parameter) for parameter in parameters]
         arguments = (
             values,
-            [mode.from_tensor(buffer.detach()) for buffer in buffers.values()],
+            [fake_buffer(mode, buffer) for buffer in buffers.values()],
             [mode.from_tensor(tensor.detach()) for tensor in tensors] if sizes is None else sizes.tensors,
         )
 

@@ -108,6 +108,12 @@ class ParameterGuard(TorchDispatchMode):
                     "reference, a detached copy). It would be frozen at its value of now: use nn.ParameterList, or "
                     "reach it as an attribute of its module"
                 )
+            if tensor.is_meta:
+                raise TraceError(
+                    f"the step reads a tensor of shape {list(tensor.shape)} on the meta device that is neither a "
+                    "parameter nor a buffer, so nothing ever gives it values: make it a buffer (register_buffer), "
+                    "build it with device='cpu', or compute it in forward"
+                )
 
 
 def describe(tensor: torch.Tensor) -> str:

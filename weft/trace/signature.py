@@ -138,6 +138,17 @@ def split_batch(batch: Any) -> tuple[list[torch.Tensor], BatchSpec]:
     return tensors, BatchSpec(tree, tuple(plain), tuple(storages.index(key) for key in storages))
 
 
+def check_batch_device(tensors: Sequence[torch.Tensor], spec: BatchSpec, device: torch.device) -> None:
+    """Raise for tensors that are not where the model is (a single number may be on the CPU, as in eager)."""
+    for number, tensor in enumerate(tensors):
+        if tensor.device != device and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
+            leaf = spec.plain.index(number)
+            raise ValueError(
+                f"{spec.leaf_names()[leaf]} is on {tensor.device} and the model is on {device}: move the batch before "
+                f"the call, for instance with tensor.to({str(device)!r})"
+            )
+
+
 def _autocast_state(device_type: str) -> Hashable:
     kinds = dict.fromkeys(("cpu", device_type))
     return tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds)
@@ -171,5 +182,5 @@ def structure_of(
         autocast=_autocast_state(device.type),
         default_dtype=torch.get_default_dtype(),
         modules=tuple(module.training for module in modules),
-        buffers=tuple((tuple(b.shape), b.stride(), b.dtype, b.device) for b in buffers),
+        buffers=tuple((tuple(b.shape), b.stride(), b.dtype, device if b.is_meta else b.device) for b in buffers),
     )
