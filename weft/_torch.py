@@ -12,24 +12,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch._dispatch.python import enable_python_dispatcher
+
+# The public save and load of torch.distributed.checkpoint warn at every call of a single process.
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_flat
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_flat
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
+    "SYMPY_FUNCTIONS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "SYMPY_FUNCTIONS",
     "ShapeEnv",
     "WeakIdKeyDictionary",
     "all_gather",
@@ -37,6 +41,7 @@ __all__ = [
     "enable_python_dispatcher",
     "fake_mode",
     "has_step_hooks",
+    "load_flat",
     "make_fx",
     "mark_stepped",
     "new_size",
@@ -46,6 +51,7 @@ __all__ = [
     "print_size",
     "pytree",
     "reduce_scatter",
+    "save_flat",
     "storage_key",
 ]
 

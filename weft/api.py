@@ -145,6 +145,8 @@ class Step:
         self._guarded = False
         self._inside_gathered = False
         self._failed: str | None = None
+        self.steps = 0  # updates so far; a checkpoint brings its own
+        self._pending: Any = None  # a loaded checkpoint of which parts wait for the buckets (weft/saving)
         self._plan_of: list[Known] = []
         _alive.add(self)
         optimizer.register_state_dict_pre_hook(self._before_optimizer_state_dict)
@@ -181,6 +183,7 @@ class Step:
             self._failed = f"{type(error).__name__}: {error}"
             raise
         mark_stepped(self.optimizer)
+        self.steps += 1
         losses = [output[0] for output in outputs]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         extras = [self._extras(entry.trace, output) for (entry, _), output in zip(entries, outputs, strict=True)]
@@ -275,6 +278,8 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """The whole training state on every rank, on the CPU: model, optimizer, this rank's random state."""
         self._check_usable()
+        if self._pending is not None:
+            self._pending.settle(self)
         with self.gathered():
             model = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
         executor = self._executor
@@ -295,6 +300,7 @@ class Step:
         """Take over what `state_dict()` returned, in this or another mode or world size. All ranks must call it."""
         self._check_usable()
         checkpoint.check(state, self._names, self.optimizer)
+        self._pending = None
         with self.gathered():
             self.model.load_state_dict(state["model"])
         for group, saved in zip(self.optimizer.param_groups, state["optimizer"]["groups"], strict=True):
@@ -497,6 +503,9 @@ class Step:
             random_state=self._random_state,
         )
         self._tree.remember_memory()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.apply(self)
         del values
         return_freed_memory()
         return self._executor
@@ -565,6 +574,8 @@ class Step:
 
     def _before_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.state_dict()` works where this rank has all state, and says what does where it has not."""
+        if self._pending is not None:
+            self._pending.settle(self)
         if self._executor is None or not self._probe.elementwise:
             return
         if self._layout is not None and self._layout.world > 1 and self._mode != "replicate":
@@ -579,6 +590,8 @@ class Step:
                 optimizer.state[parameter] = found[name]
 
     def _after_optimizer_load(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._pending is not None:
+            self._pending.optimizer_state = {}
         if self._executor is not None and self._probe.elementwise:
             self._import_optimizer(self._take_optimizer_state())
 

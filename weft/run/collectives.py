@@ -34,6 +34,7 @@ class Local:
     """One process: a gather is a copy, a reduction nothing."""
 
     rank, world, name = 0, 1, "one process"
+    ranks: Sequence[int] = (0,)
     receives = False  # whether a reduce-scatter needs a second buffer, for the other ranks' parts of this one's slice
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int = 0) -> Pending:
@@ -67,8 +68,16 @@ class Local:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
+    def saving_group(self) -> dist.ProcessGroup | None:
+        """A gloo group for checkpoints, which may be written by a thread while training goes on; None: one process."""
+        return None
+
     def wait(self, pending: Pending, what: str) -> None:
         pending.wait()
+
+    def named(self, action: Callable[[], Any], what: str) -> None:
+        """Run something that waits for other ranks: if it fails, the error says who waited, for what."""
+        action()
 
 
 class Distributed(Local):
@@ -98,13 +107,24 @@ class Distributed(Local):
 
     def gather_objects(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.world
-        self._named(lambda: dist.all_gather_object(found, value, group=self.control), "what every rank holds")
+        self.named(lambda: dist.all_gather_object(found, value, group=self.control), "what every rank holds")
         return found
 
-    def wait(self, pending: Pending, what: str) -> None:
-        self._named(pending.wait, what)
+    def saving_group(self) -> dist.ProcessGroup:
+        for known, timeout, made in _saving_groups:
+            if known is self.control and timeout == self.timeout:
+                return made
+        everyone = len(self.ranks) == dist.get_world_size()
+        made = dist.new_group(
+            list(self.ranks), timeout=self.timeout, backend="gloo", use_local_synchronization=not everyone
+        )
+        _saving_groups.append((self.control, self.timeout, made))
+        return made
 
-    def _named(self, action: Callable[[], Any], what: str) -> None:
+    def wait(self, pending: Pending, what: str) -> None:
+        self.named(pending.wait, what)
+
+    def named(self, action: Callable[[], Any], what: str) -> None:
         try:
             action()
         except RuntimeError as error:
@@ -122,6 +142,7 @@ class Distributed(Local):
 
 
 _groups: list[tuple[dist.ProcessGroup, timedelta, tuple[dist.ProcessGroup, ...]]] = []
+_saving_groups: list[tuple[dist.ProcessGroup, timedelta, dist.ProcessGroup]] = []
 
 
 def _own_groups(group: dist.ProcessGroup, timeout: timedelta) -> tuple[dist.ProcessGroup, ...]:
