@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from weft._torch import save_flat
@@ -161,6 +162,8 @@ def _write(
     except CheckpointException as failure:
         if collectives.rank == 0:
             sweep(path)
+        if group is not None:  # nobody hears of the failure before everything is cleared away
+            collectives.named(lambda: dist.barrier(group), f"the end of the save to {path}")
         left = "the checkpoint before it is untouched" if (path / POINTER).exists() else "there is no checkpoint yet"
         raise_together(collectives, f"the save to {path} failed, and {left}", failed_ranks(failure))
 
