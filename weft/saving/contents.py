@@ -32,6 +32,7 @@ def collect(step: Step, extra: Any) -> tuple[dict[str, Any], dict[str, Flat]]:
     loose: dict[str, torch.Tensor] = {}  # whole tensors that rank 0 writes
     rank, world = step._collectives.rank, step._collectives.world
     names = [info.name for info in step._infos]
+    name_of = {id(parameter): name for parameter, name in zip(step._parameters, names, strict=True)}
     facts: dict[str, Any] = {
         "versions": {"weft": weft.__version__, "torch": torch.__version__},
         "mode": step._mode,
@@ -49,7 +50,7 @@ def collect(step: Step, extra: Any) -> tuple[dict[str, Any], dict[str, Flat]]:
             "groups": [
                 {
                     "options": encode(group_options(group), f"group/{index}", loose),
-                    "parameters": [step._name_of(parameter) for parameter in group["params"]],
+                    "parameters": [name_of[id(parameter)] for parameter in group["params"]],
                 }
                 for index, group in enumerate(step.optimizer.param_groups)
             ],
@@ -84,7 +85,7 @@ def collect(step: Step, extra: Any) -> tuple[dict[str, Any], dict[str, Flat]]:
             flats[name] = Flat(values.numel(), values.dtype, parts)
     random = random_state(step)
     flats[f"random/{rank}"] = Flat(random.numel(), random.dtype, (Part(0, random.numel(), random),))
-    return facts, flats
+    return facts if rank == 0 else {"optimizer": {"state": state}}, flats
 
 
 def random_state(step: Step) -> torch.Tensor:
@@ -165,8 +166,9 @@ def _optimizer_mismatches(step: Step, saved: Mapping[str, Any], parameters: Mapp
     if len(saved["groups"]) != len(groups):
         return [f"the checkpoint has {len(saved['groups'])} parameter groups, and the optimizer {len(groups)}"]
     found = []
+    name_of = {id(parameter): info.name for parameter, info in zip(step._parameters, step._infos, strict=True)}
     for index, (theirs, group) in enumerate(zip(saved["groups"], groups, strict=True)):
-        mine = {step._name_of(parameter) for parameter in group["params"]}
+        mine = {name_of[id(parameter)] for parameter in group["params"]}
         moved = mine ^ set(theirs["parameters"])
         found += _names(f"parameters that are in group {index} of the checkpoint or of the optimizer, not both", moved)
     if not step._probe.elementwise:

@@ -52,7 +52,7 @@ def export(step: Step, folder: str | os.PathLike[str], largest_file: int = LARGE
     if step._collectives.rank == 0:
         try:
             _write(step, folder, plan, values, largest_file)
-        except (OSError, KeyError) as error:
+        except Exception as error:  # the other ranks must hear of it, whatever it is
             problem = f"{type(error).__name__}: {error}"
     for _ in values:  # the other ranks' part; on rank 0 what a failed write left, so that nobody waits for it
         pass
@@ -70,8 +70,8 @@ def _plan(step: Step) -> list[Entry]:
 def _order(step: Step) -> list[int]:
     """Parameters in the order in which their values come: bucket by bucket, then those outside."""
     states = [] if step._executor is None else step._executor.states
-    inside = [slot.parameter for state in states for slot in state.bucket.slots]
-    return inside + [index for index in range(len(step._infos)) if index not in set(inside)]
+    inside = dict.fromkeys(slot.parameter for state in states for slot in state.bucket.slots)
+    return [*inside, *(index for index in range(len(step._infos)) if index not in inside)]
 
 
 def _values(step: Step) -> Iterator[torch.Tensor]:

@@ -35,9 +35,24 @@ def load(step: Step, path: str | os.PathLike[str]) -> Any:
     collectives = step._collectives
     body = _read_together(collectives, path)
     reader = FolderReader(path, body)
+    try:
+        _check(step, reader)
+    except BaseException:
+        reader.close()
+        raise
+    try:
+        return _apply(step, reader)
+    except BaseException as error:
+        step._failed = f"weft.load: {describe(error)}"
+        raise
+
+
+def _check(step: Step, reader: FolderReader) -> None:
+    """Raise on every rank unless everything is there, as it was written, and fits the step."""
+    collectives, path = step._collectives, reader.folder.parent
     problem = None
     try:
-        problem = "; ".join(contents.mismatches(step, body)) or None
+        problem = "; ".join(contents.mismatches(step, reader.body)) or None
         if problem is None:
             reader.open()
     except CheckpointError as error:
@@ -48,11 +63,6 @@ def load(step: Step, path: str | os.PathLike[str]) -> Any:
     except (CheckpointError, OSError) as error:
         problem = describe(error)
     agree(collectives, f"the checkpoint in {path} cannot be loaded", problem)
-    try:
-        return _apply(step, reader)
-    except BaseException as error:
-        step._failed = f"weft.load: {describe(error)}"
-        raise
 
 
 def _read_together(collectives: Local, path: Path) -> dict[str, Any]:
@@ -151,10 +161,12 @@ class Pending:
         self.reader.close()
 
     def settle(self, step: Step) -> None:
-        """The whole optimizer state into the user's optimizer, on every rank: somebody asks for its state dict."""
+        """The whole optimizer state into the user's optimizer: somebody asks for its state dict."""
         wanted = Wanted()
         whole = contents.whole_optimizer_state(step, self.reader.body, wanted)
-        _read(step, self.reader, wanted)
+        for name, ranges in wanted.targets.items():  # by each rank for itself: one rank alone may ask
+            for offset, target in ranges:
+                target.copy_(self.reader.read(name, offset, offset + target.numel()))
         step._import_optimizer(whole)
         self.optimizer_state = {}
 

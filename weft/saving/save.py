@@ -106,8 +106,8 @@ def save(step: Step, path: str | os.PathLike[str], extra: Any = None, background
         facts, flats = collect(step, extra)
         if background:
             flats = {name: _snapshot(flat) for name, flat in flats.items()}
-    except (TypeError, CheckpointError) as error:
-        problem = str(error)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = str(error) if isinstance(error, TypeError) else describe(error)
     unique = uuid.uuid4().hex[:8]
     answers = agree(collectives, f"nothing was saved to {path}", problem, (str(path.absolute()), unique))
     paths = [answer[0] for answer in answers]

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from weft.state import safetensors
 POINTER = "checkpoint.json"
 FORMAT = 1
 BLOCK = 4 << 20  # bytes that one checksum covers: what is read at least
+PIECE = 4 << 20  # elements that are read at a time, on their way to where they belong
 
 # ---- writing ----
 
@@ -256,28 +257,17 @@ class _Blocks:
     def __init__(self, path: Path, checksums: list[int], block: int) -> None:
         self.path, self.checksums, self.size = path, checksums, block
         self.file = open(path, "rb")  # noqa: SIM115  (kept open: the file may be read after a later save removed it)
-        self.at, self.data = -1, b""
 
     def block(self, index: int) -> bytes:
-        if index != self.at:
-            self.file.seek(index * self.size)
-            self.at, self.data = index, self.file.read(self.size)
-            found = zlib.crc32(self.data)
-            if found != self.checksums[index]:
-                raise CheckpointError(
-                    f"{self.path} is damaged between bytes {index * self.size} and {(index + 1) * self.size}: CRC-32 "
-                    f"{found:08x}, recorded {self.checksums[index]:08x}. Restore it from a copy, or load another "
-                    "checkpoint"
-                )
-        return self.data
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
-            index, inside = divmod(start + done, self.size)
-            part = memoryview(self.block(index))[inside : inside + len(out) - done]
-            out[done : done + len(part)] = part
-            done += len(part)
+        self.file.seek(index * self.size)
+        data = self.file.read(self.size)
+        found = zlib.crc32(data)
+        if found != self.checksums[index]:
+            raise CheckpointError(
+                f"{self.path} is damaged between bytes {index * self.size} and {(index + 1) * self.size}: CRC-32 "
+                f"{found:08x}, recorded {self.checksums[index]:08x}. Restore it from a copy, or load another checkpoint"
+            )
+        return data
 
 
 class FolderReader(StorageReader):
@@ -286,6 +276,7 @@ class FolderReader(StorageReader):
     def __init__(self, path: Path, body: Mapping[str, Any]) -> None:
         self.folder, self.body = path / body["folder"], body
         self.files: dict[str, _Blocks] = {}
+        self.last: tuple[tuple[str, int], bytes] = (("", -1), b"")  # the block read last, and which it is
 
     def open(self) -> None:
         """Open every file, and check that it is as long as it was."""
@@ -310,6 +301,9 @@ class FolderReader(StorageReader):
         for blocks in self.files.values():
             blocks.file.close()
 
+    def __del__(self) -> None:
+        self.close()
+
     def verify(self, rank: int, world: int) -> None:
         """Check this rank's share of all blocks, so that all ranks together have checked everything."""
         blocks = [(file, index) for file in self.files.values() for index in range(len(file.checksums))]
@@ -328,7 +322,14 @@ class FolderReader(StorageReader):
         return values
 
     def _fill(self, values: torch.Tensor, file: str, position: int) -> None:
-        self.files[file].read_into(position, values.view(torch.uint8).numpy().data)
+        out, done = values.view(torch.uint8).numpy().data, 0
+        while done < len(out):
+            index, inside = divmod(position + done, self.body["block"])
+            if self.last[0] != (file, index):
+                self.last = (file, index), self.files[file].block(index)
+            part = memoryview(self.last[1])[inside : inside + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
 
     # ---- what torch.distributed.checkpoint calls ----
 
@@ -364,18 +365,19 @@ class FolderReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        reads: list[tuple[str, int, torch.dtype, Callable[[torch.Tensor], Any], int]] = []
+        reads: list[tuple[str, int, torch.dtype, torch.Tensor]] = []
         for item in plan.items:
             entry = self.body["tensors"][item.storage_index.fqn]
             assert item.storage_index.index is not None
             _, _, file, position = entry["chunks"][item.storage_index.index]
             dtype = safetensors.DTYPES[entry["dtype"]]
             position += item.storage_offsets[0] * dtype.itemsize
-            reads.append((file, position, dtype, planner.resolve_tensor(item).copy_, item.lengths[0]))
-        for file, position, dtype, keep, length in sorted(reads, key=lambda read: read[:2]):  # each block once
-            values = torch.empty(length, dtype=dtype)
-            self._fill(values, file, position)
-            keep(values)
+            reads.append((file, position, dtype, planner.resolve_tensor(item)))
+        for file, position, dtype, target in sorted(reads, key=lambda read: read[:2]):  # so each block is read once
+            for start, part in enumerate(target.split(PIECE)):
+                values = torch.empty(part.numel(), dtype=dtype)
+                self._fill(values, file, position + start * PIECE * dtype.itemsize)
+                part.copy_(values)
         done: Future[None] = Future()
         done.set_result(None)
         return done
