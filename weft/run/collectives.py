@@ -237,7 +237,7 @@ class Nccl(Distributed):
 def connect(device: torch.device, mesh: Any, timeout: timedelta) -> Local:
     """The collectives for where this process runs: alone, under torchrun, or in an existing process group."""
     if mesh is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        _join("nccl" if device.type == "cuda" else "gloo", timeout)
     if mesh is None and not dist.is_initialized():
         return Local()
     group = dist.group.WORLD if mesh is None else mesh.get_group()
@@ -253,6 +253,21 @@ def connect(device: torch.device, mesh: Any, timeout: timedelta) -> Local:
             "gloo for the CPU. Call init_process_group with that backend, or move the model before weft.compile"
         )
     return kinds[name](group, timeout)
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Make the process group of a start by torchrun or the like, from the environment."""
+    environment = os.environ
+    one_host = environment["WORLD_SIZE"] == environment.get("LOCAL_WORLD_SIZE")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not one_host:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # torchrun's store outlives a restart (--max-restarts), and with it the addresses of the processes that are gone:
+    # gloo would connect to those. On several hosts the count is not the same everywhere (see docs/checkpoints.md).
+    store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timeout=timeout)
+    store = dist.PrefixStore(f"weft/start-{environment['TORCHELASTIC_RESTART_COUNT']}", store)
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _backend_for(backend: str, device: torch.device) -> str:
