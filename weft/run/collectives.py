@@ -264,8 +264,8 @@ def _join(backend: str, timeout: timedelta) -> None:
         return
     # torchrun's store outlives a restart (--max-restarts), and with it the addresses of the processes that are gone:
     # gloo would connect to those. On several hosts the count is not the same everywhere (see docs/checkpoints.md).
-    store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timeout=timeout)
-    store = dist.PrefixStore(f"weft/start-{environment['TORCHELASTIC_RESTART_COUNT']}", store)
+    shared = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timeout=timeout)
+    store = dist.PrefixStore(f"weft/start-{environment['TORCHELASTIC_RESTART_COUNT']}", shared)
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 

@@ -55,12 +55,12 @@ def _check(step: Step, reader: FolderReader) -> None:
         problem = "; ".join(contents.mismatches(step, reader.body)) or None
         if problem is None:
             reader.open()
-    except CheckpointError as error:
-        problem = str(error)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = describe(error)
     agree(collectives, f"the checkpoint in {path} cannot be loaded", problem)
     try:
         reader.verify(collectives.rank, collectives.world)
-    except (CheckpointError, OSError) as error:
+    except Exception as error:
         problem = describe(error)
     agree(collectives, f"the checkpoint in {path} cannot be loaded", problem)
 
