@@ -31,7 +31,7 @@ import torch.distributed as dist
 import weft
 from tests.models import CASES, batches, build
 
-STEPS, EVERY = 24, 2
+STEPS, EVERY = 18, 2
 TIMEOUT = 20.0  # seconds: of the ranks' waits for each other
 HANGS = 60.0  # seconds after which a process that has not ended hangs
 

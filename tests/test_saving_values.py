@@ -68,6 +68,9 @@ def test_tensors_keep_dtype_values_and_strides() -> None:
         assert torch.equal(found.nan_to_num(), value.nan_to_num())
     assert through_json(values[-1]).stride() == values[-1].stride()
     assert through_json(torch.float16) is torch.float16
+    alike = through_json({"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}})
+    assert torch.equal(alike["a/b"], torch.ones(2))
+    assert torch.equal(alike["a"]["b"], torch.zeros(2))
 
 
 def test_what_is_refused_is_named() -> None:

@@ -51,6 +51,8 @@ def _encode_tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Ten
     if value.dim() == 0 and not value.is_complex():
         return {"$scalar": [name, encode(value.item(), where, tensors)]}
     stride = dense_stride(value)
+    while where in tensors:  # {"a/b": x, "a": {"b": y}}
+        where += "'"
     if value.numel():
         tensors[where] = flat_view(value)
     return {"$tensor": where, "dtype": name, "shape": list(value.shape), "stride": list(stride)}
