@@ -53,7 +53,7 @@ def test_ctrl_c_ends_the_demo_cleanly(tmp_path: Path) -> None:
 
 def test_a_killed_training_restarted_by_torchrun_has_the_curve_of_one_that_was_not(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "gpt.py")
-    options = [*SMALL, "--steps", "80", "--save-every", "5", "--out", str(tmp_path), "--checkpoint"]
+    options = [*SMALL, "--steps", "40", "--save-every", "5", "--out", str(tmp_path), "--checkpoint"]
 
     def losses(checkpoint: str) -> list[float]:
         return json.loads((tmp_path / f"{checkpoint}-finished" / "checkpoint.json").read_text())["extra"]["losses"]
@@ -71,7 +71,7 @@ def test_a_killed_training_restarted_by_torchrun_has_the_curve_of_one_that_was_n
     assert process.returncode == 0, output + errors
     assert "going on from step" in output
     assert losses("killed") == losses("straight")
-    assert len(losses("killed")) == 80
+    assert len(losses("killed")) == 40
 
 
 @pytest.mark.parametrize("mode", ["auto", "zero3"])
