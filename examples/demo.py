@@ -1,11 +1,13 @@
 """Run gpt.py on two processes of this machine for about a minute: what `make demo` calls.
 
 `torchrun --nproc-per-node 2 examples/gpt.py` does the same; started directly, the processes get the terminal's Ctrl-C
-themselves and end the training after the current step, where torchrun would print a traceback of its own.
+themselves and end the training after the current step, where torchrun would print a traceback of its own. Started
+again, an interrupted or killed demo goes on where it stopped.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -25,7 +27,11 @@ def main() -> int:
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
     environment |= {"LOCAL_WORLD_SIZE": str(WORLD)}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or WORLD) // WORLD)))
-    command = [sys.executable, str(Path(__file__).with_name("gpt.py")), *sys.argv[1:]]
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    checkpoint = parser.parse_known_args()[0].out / "checkpoint"
+    script = Path(__file__).with_name("gpt.py")
+    command = [sys.executable, str(script), "--checkpoint", str(checkpoint), *sys.argv[1:]]
     children = [
         subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(WORLD)

@@ -1,9 +1,9 @@
 """Train a byte-level GPT on the source of Python's standard library, on as many processes as torchrun starts.
 
-    torchrun --nproc-per-node 2 examples/gpt.py --seconds 60
+    torchrun --nproc-per-node 2 examples/gpt.py --seconds 60 --checkpoint out/checkpoint
 
-One file, to be read from top to bottom: model, data, training loop. The three lines that make it distributed are those
-with `weft` in them.
+One file, to be read from top to bottom: model, data, training loop. The lines that make it distributed, and that let it
+go on after it was stopped or killed, are those with `weft` in them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -71,12 +71,11 @@ def standard_library() -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def batches(text: torch.Tensor, size: int, length: int, seed: int) -> Iterator[torch.Tensor]:
-    """Random windows, other ones on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(0, len(text) - length - 1, (size,), generator=generator)
-        yield torch.stack([text[start : start + length + 1] for start in starts])
+def batch(text: torch.Tensor, size: int, length: int, step: int, rank: int) -> torch.Tensor:
+    """Random windows, other ones in every step and on every rank: a run that goes on sees what it would have seen."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + rank)
+    starts = torch.randint(0, len(text) - length - 1, (size,), generator=generator)
+    return torch.stack([text[start : start + length + 1] for start in starts])
 
 
 class Interrupt:
@@ -127,6 +126,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
+    parser.add_argument("--checkpoint", type=Path, default=None, help="folder to go on from, and to save to")
+    parser.add_argument("--save-every", type=int, default=50, help="steps from one save to the next")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where the loss curve goes")
     return parser.parse_args()
 
@@ -142,8 +143,6 @@ def main() -> None:
 
     text = standard_library()
     held_out = len(text) // 20
-    train = batches(text[:-held_out], args.batch, args.length, seed=rank)
-    evaluation = batches(text[-held_out:], args.batch, args.length, seed=rank)
 
     torch.manual_seed(0)
     model = GPT(args.width, args.layers, args.heads, args.length).to(device)
@@ -153,30 +152,49 @@ def main() -> None:
 
     count = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"{count / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {world} process(es)")
-    losses: list[float] = []
+    losses: list[float] = []  # rank 0's, from the first step on
+    before = 0.0  # seconds of training before this start
+    if args.checkpoint and (args.checkpoint / "checkpoint.json").exists():
+        extra = weft.load(step, args.checkpoint)
+        losses, before = extra["losses"], extra["seconds"]
+        schedule.load_state_dict(extra["schedule"])
+        console.print(f"going on from step {step.steps} in {args.checkpoint}")
+
+    def save(background: bool) -> None:
+        if args.checkpoint:
+            extra = {"losses": losses, "seconds": before + elapsed, "schedule": schedule.state_dict()}
+            weft.save(step, args.checkpoint, extra, background=background)
+
+    elapsed, first = 0.0, step.steps
+    step.prepare(batch(text[:-held_out], args.batch, args.length, step.steps, rank).to(device))
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         total = float(args.steps or args.seconds)
         task = progress.add_task("compiling", total=total, rate="")
         tokens, started = args.batch * args.length * world, time.perf_counter()
         while True:
-            losses.append(step(next(train).to(device)).item())
+            done = step.steps >= args.steps if args.steps else before + elapsed >= args.seconds
+            if any_rank(done or (interrupt.seen and len(losses) > 0), device, world):
+                break
+            losses.append(step(batch(text[:-held_out], args.batch, args.length, step.steps, rank).to(device)).item())
             schedule.step()
-            if len(losses) == 1:
+            if step.steps == first + 1:
                 started = time.perf_counter()  # the first step compiles
             elapsed = time.perf_counter() - started
-            rate = tokens * (len(losses) - 1) / elapsed if elapsed > 0 else 0.0
+            rate = tokens * (step.steps - first - 1) / elapsed if elapsed > 0 else 0.0
             progress.update(
                 task,
-                completed=len(losses) if args.steps else min(elapsed, total),
-                description=f"step {len(losses)}, loss {losses[-1]:.3f}",
+                completed=step.steps if args.steps else min(before + elapsed, total),
+                description=f"step {step.steps}, loss {losses[-1]:.3f}",
                 rate=f"{rate:,.0f} tokens/s",
             )
-            done = len(losses) >= args.steps if args.steps else elapsed >= args.seconds
-            if any_rank(done or interrupt.seen, device, world):
-                break
+            if step.steps % args.save_every == 0:
+                save(background=True)
+    save(background=False)
+    finished = not any_rank(interrupt.seen, device, world)
 
-    found = torch.stack([step.evaluate(next(evaluation).to(device)) for _ in range(10)]).mean()
+    evaluation = [batch(text[-held_out:], args.batch, args.length, index, rank).to(device) for index in range(10)]
+    found = torch.stack([step.evaluate(windows) for windows in evaluation]).mean()
     if world > 1:
         torch.distributed.all_reduce(found)
         found /= world
@@ -187,6 +205,11 @@ def main() -> None:
         f"evaluation loss {found:.3f} nats per byte ({found / math.log(2):.2f} bits), "
         f"training {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps; curve in {args.out / 'loss.png'}"
     )
+    if rank == 0 and args.checkpoint and finished:  # the next run starts afresh
+        kept = args.checkpoint.with_name(args.checkpoint.name + "-finished")
+        shutil.rmtree(kept, ignore_errors=True)
+        args.checkpoint.rename(kept)
+        console.print(f"the finished training is kept in {kept}")
     if world > 1:
         torch.distributed.destroy_process_group()
 

@@ -19,6 +19,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+
+# The public save and load of torch.distributed.checkpoint warn at every call of a single process.
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_flat
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_flat
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
@@ -38,6 +42,7 @@ __all__ = [
     "enable_python_dispatcher",
     "fake_mode",
     "has_step_hooks",
+    "load_flat",
     "make_fx",
     "mark_stepped",
     "new_size",
@@ -47,6 +52,7 @@ __all__ = [
     "print_size",
     "pytree",
     "reduce_scatter",
+    "save_flat",
     "storage_key",
     "swap_values",
     "trunc_normal_code",

@@ -153,10 +153,11 @@ class Step:
         self._known = KnownTraces(self._ambient)
         self._layout: Layout | None = None
         self._executor: Executor | None = None
-        self._steps = 0
         self._guarded = False
         self._inside_gathered = False
         self._failed: str | None = None
+        self.steps = 0  # updates so far; a checkpoint brings its own
+        self._pending: Any = None  # a loaded checkpoint of which parts wait for the buckets (weft/saving)
         self._plan_of: list[Known] = []
         _alive.add(self)
         optimizer.register_state_dict_pre_hook(self._before_optimizer_state_dict)
@@ -194,7 +195,7 @@ class Step:
             raise
         if executor.without_loss:
             raise self._loss_error(executor.without_loss, outputs)
-        self._steps += 1
+        self.steps += 1
         mark_stepped(self.optimizer)
         losses = [output[0] for output in outputs]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -290,6 +291,8 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """The whole training state on every rank, on the CPU: model, optimizer, this rank's random state."""
         self._check_usable()
+        if self._pending is not None:
+            self._pending.settle(self)
         with self.gathered():
             model = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
         executor = self._executor
@@ -310,6 +313,7 @@ class Step:
         """Take over what `state_dict()` returned, in this or another mode or world size. All ranks must call it."""
         self._check_usable()
         checkpoint.check(state, self._names, self.optimizer)
+        self._pending = None
         with self.gathered():
             self.model.load_state_dict(state["model"])
         for group, saved in zip(self.optimizer.param_groups, state["optimizer"]["groups"], strict=True):
@@ -521,6 +525,9 @@ class Step:
             random_state=self._random_state,
         )
         self._tree.remember_memory()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.apply(self)
         del values
         return_freed_memory()
         return self._executor
@@ -600,6 +607,8 @@ class Step:
 
     def _before_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.state_dict()` works where this rank has all state, and says what does where it has not."""
+        if self._pending is not None:
+            self._pending.settle(self)
         if self._executor is None or not self._probe.elementwise:
             return
         if self._layout is not None and self._layout.world > 1 and self._mode != "replicate":
@@ -614,6 +623,8 @@ class Step:
                 optimizer.state[parameter] = found[name]
 
     def _after_optimizer_load(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._pending is not None:
+            self._pending.optimizer_state = {}
         if self._executor is not None and self._probe.elementwise:
             self._import_optimizer(self._take_optimizer_state())
 
@@ -659,9 +670,9 @@ class Step:
         mine = ", ".join(f"{float(output[0]):g}" for output in outputs)
         where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         return LossError(
-            f"the loss of step {self._steps + 1} is not a number{where if self._collectives.world > 1 else ''} (here: "
+            f"the loss of step {self.steps + 1} is not a number{where if self._collectives.world > 1 else ''} (here: "
             f"{mine}). Nothing was updated on any rank: parameters, buffers, optimizer and random state are as after "
-            f"step {self._steps}. Look at this batch, lower the learning rate or clip gradients (clip_norm=1.0); to "
+            f"step {self.steps}. Look at this batch, lower the learning rate or clip gradients (clip_norm=1.0); to "
             "skip such batches, catch weft.LossError on all ranks"
         )
 

@@ -25,3 +25,7 @@ class LossError(ArithmeticError):
 
 class ShardedError(RuntimeError):
     """A parameter was used while only shards of it exist on this rank."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or not be loaded into this step; every rank raises it."""

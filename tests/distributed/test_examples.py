@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -34,6 +35,7 @@ def test_the_demo_trains_reports_and_draws_its_curve(tmp_path: Path) -> None:
     assert "evaluation loss" in output
     assert re.search(r"\d+ gathers and \d+ reductions a step", output)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "checkpoint").exists(), "the next one starts afresh"
 
 
 def test_ctrl_c_ends_the_demo_cleanly(tmp_path: Path) -> None:
@@ -47,6 +49,29 @@ def test_ctrl_c_ends_the_demo_cleanly(tmp_path: Path) -> None:
     assert process.returncode == 0, output + errors
     assert "evaluation loss" in output
     assert "Traceback" not in errors
+
+
+def test_a_killed_training_restarted_by_torchrun_has_the_curve_of_one_that_was_not(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "gpt.py")
+    options = [*SMALL, "--steps", "40", "--save-every", "5", "--out", str(tmp_path), "--checkpoint"]
+
+    def losses(checkpoint: str) -> list[float]:
+        return json.loads((tmp_path / f"{checkpoint}-finished" / "checkpoint.json").read_text())["extra"]["losses"]
+
+    run([*TORCHRUN, script, *options, str(tmp_path / "straight")])
+    command = [*TORCHRUN, "--max-restarts", "1", script, *options, str(tmp_path / "killed")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "killed" / "checkpoint.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, output + errors
+    assert "going on from step" in output
+    assert losses("killed") == losses("straight")
+    assert len(losses("killed")) == 40
 
 
 @pytest.mark.parametrize("mode", ["auto", "zero3"])

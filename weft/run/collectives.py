@@ -36,6 +36,7 @@ class Local:
     """One process: a gather is a copy, a reduction nothing."""
 
     rank, world, name = 0, 1, "one process"
+    ranks: Sequence[int] = (0,)
     receives = False  # whether a reduce-scatter needs a second buffer, for the other ranks' parts of this one's slice
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int = 0) -> Pending:
@@ -69,8 +70,16 @@ class Local:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
+    def saving_group(self) -> dist.ProcessGroup | None:
+        """A gloo group for checkpoints, which may be written by a thread while training goes on; None: one process."""
+        return None
+
     def wait(self, pending: Pending, what: str) -> None:
         pending.wait()
+
+    def named(self, action: Callable[[], Any], what: str) -> None:
+        """Run something that waits for other ranks: if it fails, the error says who waited, for what."""
+        action()
 
     def check_runs(self) -> None:
         """Raise where steps can be planned but not run."""
@@ -122,13 +131,24 @@ class Distributed(Local):
 
     def gather_objects(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.world
-        self._named(lambda: dist.all_gather_object(found, value, group=self.control), "what every rank holds")
+        self.named(lambda: dist.all_gather_object(found, value, group=self.control), "what every rank holds")
         return found
 
-    def wait(self, pending: Pending, what: str) -> None:
-        self._named(pending.wait, what)
+    def saving_group(self) -> dist.ProcessGroup:
+        for known, timeout, made in _saving_groups:
+            if known is self.control and timeout == self.timeout:
+                return made
+        everyone = len(self.ranks) == dist.get_world_size()
+        made = dist.new_group(
+            list(self.ranks), timeout=self.timeout, backend="gloo", use_local_synchronization=not everyone
+        )
+        _saving_groups.append((self.control, self.timeout, made))
+        return made
 
-    def _named(self, action: Callable[[], Any], what: str) -> None:
+    def wait(self, pending: Pending, what: str) -> None:
+        self.named(pending.wait, what)
+
+    def named(self, action: Callable[[], Any], what: str) -> None:
         try:
             action()
         except RuntimeError as error:
@@ -146,6 +166,7 @@ class Distributed(Local):
 
 
 _groups: list[tuple[dist.ProcessGroup, timedelta, tuple[dist.ProcessGroup, ...]]] = []
+_saving_groups: list[tuple[dist.ProcessGroup, timedelta, dist.ProcessGroup]] = []
 
 
 def _own_groups(group: dist.ProcessGroup, timeout: timedelta) -> tuple[dist.ProcessGroup, ...]:
@@ -267,9 +288,9 @@ class Numbered(Distributed):
             self.store.delete_key(key)
             self.store.delete_key(f"{key}/passed")
 
-    def _named(self, action: Callable[[], Any], what: str) -> None:
+    def named(self, action: Callable[[], Any], what: str) -> None:
         try:
-            super()._named(action, what)
+            super().named(action, what)
         except PeerError as error:
             with suppress(RuntimeError):  # the rank that keeps the store may be the one that is gone
                 if self.store.check(["out of sequence"]):
@@ -319,7 +340,7 @@ class NumberedNccl(Numbered, Nccl):
 def connect(device: torch.device, mesh: Any, timeout: timedelta, *, debug: bool = False) -> Local:
     """The collectives for where this process runs: alone, under torchrun, or in an existing process group."""
     if mesh is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        _join("nccl" if device.type == "cuda" else "gloo", timeout)
     if mesh is None and not dist.is_initialized():
         return Local()
     group = dist.group.WORLD if mesh is None else mesh.get_group()
@@ -339,6 +360,21 @@ def connect(device: torch.device, mesh: Any, timeout: timedelta, *, debug: bool 
             "gloo for the CPU. Call init_process_group with that backend, or move the model before weft.compile"
         )
     return kinds[name](group, timeout)
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Make the process group of a start by torchrun or the like, from the environment."""
+    environment = os.environ
+    one_host = environment["WORLD_SIZE"] == environment.get("LOCAL_WORLD_SIZE")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not one_host:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # torchrun's store outlives a restart (--max-restarts), and with it the addresses of the processes that are gone:
+    # gloo would connect to those. On several hosts the count is not the same everywhere (see docs/checkpoints.md).
+    shared = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timeout=timeout)
+    store = dist.PrefixStore(f"weft/start-{environment['TORCHELASTIC_RESTART_COUNT']}", shared)
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _backend_for(backend: str, device: torch.device) -> str:

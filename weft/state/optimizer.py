@@ -233,6 +233,22 @@ class BucketOptimizer:
             }
         self._build(pieces)
 
+    def make_room(self, kinds: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Replace the state: per parameter, dtypes of flat tensors, or scalars. Returns zeros to be filled in place."""
+        lengths = {parameter: stop - start for parameter, start, stop in self._pieces}
+        self._build(
+            {
+                parameter: {
+                    key: torch.zeros(1, dtype=value).expand(lengths[parameter])
+                    if isinstance(value, torch.dtype)
+                    else self._scalar(value)
+                    for key, value in kind.items()
+                }
+                for parameter, kind in kinds.items()
+            }
+        )
+        return self.export_state()
+
     def _scalar(self, value: Any) -> Any:
         """Fused updates want their step counter on the device."""
         return value.to(self.master.device) if self.fused and isinstance(value, torch.Tensor) else value

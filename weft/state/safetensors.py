@@ -12,11 +12,11 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import torch
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -31,7 +31,7 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -77,7 +77,7 @@ def header(path: str | Path) -> dict[str, Stored]:
         try:
             entries: dict[str, Any] = json.loads(file.read(length))
             found = {
-                name: Stored(path, name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
+                name: Stored(path, name, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
                 for name, entry in entries.items()
                 if name != "__metadata__"
                 for start in (entry["data_offsets"][0],)
@@ -90,6 +90,12 @@ def header(path: str | Path) -> dict[str, Stored]:
     return found
 
 
+class Writable(Protocol):
+    """What `write_to` needs of a file."""
+
+    def write(self, data: memoryview | bytes) -> Any: ...
+
+
 def write(
     path: str | Path,
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
@@ -97,23 +103,34 @@ def write(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write tensors of known dtypes and shapes, taking their values one by one; the file is on the disk at return."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for _, value in zip(tensors, values, strict=True):
-            _write_one(file, value)
+        write_to(file, tensors, values, metadata)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _write_one(file: BinaryIO, value: torch.Tensor) -> None:
+def write_to(
+    file: Writable,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    values: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> dict[str, int]:
+    """The same into an open file; returns the byte at which each tensor starts."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for _, value in zip(tensors, values, strict=True):
+        _write_one(file, value)
+    return {name: 8 + len(text) + start for name, start in starts.items()}
+
+
+def _write_one(file: Writable, value: torch.Tensor) -> None:
     flat = value.detach().cpu().contiguous().view(-1)
     if flat.numel():
         file.write(flat.view(torch.uint8).numpy().data)
