@@ -64,7 +64,8 @@ def compile(
         loss: `(model, batch) -> scalar` or `-> (scalar, extras)`; None means `model(**batch).loss` or `model(*batch)`.
         mode: "replicate" (DDP), "zero1", "zero2", "zero3", or "auto": the fastest whose state fits in `memory`.
         memory: budget of a rank: bytes, a string like "14GiB", a fraction of the device; None means 0.9 of it.
-        accumulate: micro-batches a step; the batch is then a sequence of that many.
+        accumulate: micro-batches a step; the batch is then a sequence of that many. A step may have fewer (the last of
+            an epoch), as many on every rank: gradients are averaged over those it has.
         clip_norm: the global gradient norm to clip to, exact across ranks.
         precision: dtypes of compute, reduction and master values.
         fuse, offload, cache_dir: not built yet; "auto" and None are accepted, anything else is refused.
@@ -163,12 +164,12 @@ class Step:
         self._check_unchanged()
         entries = [self._entry(micro_batch, training=True) for micro_batch in micro_batches]
         executor = self._materialised(entries[0][0])
-        programs = [self._program(entry, self._variant(i)) for i, (entry, _) in enumerate(entries)]
+        programs = [self._program(entry, self._variant(i, len(entries))) for i, (entry, _) in enumerate(entries)]
         self._plan_of = [entry for entry, _ in entries]
         reached = [any(flags) for flags in zip(*(entry.trace.reached for entry, _ in entries), strict=True)]
 
         def run() -> list[tuple[Any, ...]]:
-            executor.begin_step(reached)
+            executor.begin_step(reached, len(programs))
             runs = zip(programs, entries, strict=True)
             return [executor(program, self._inputs(entry, tensors)) for program, (entry, tensors) in runs]
 
@@ -214,7 +215,7 @@ class Step:
         entries = [self._entry(micro_batch, training=True)[0] for micro_batch in self._micro_batches(batch)]
         self._plan_of = entries
         for index, entry in enumerate(entries):
-            self._program(entry, self._variant(index))
+            self._program(entry, self._variant(index, len(entries)))
         return self.plan
 
     @property
@@ -223,9 +224,12 @@ class Step:
         if self._layout is None or not self._plan_of:
             raise RuntimeError("there is no plan yet: call step(batch), or step.prepare(batch) to plan without running")
         programs: dict[str, StepGraph] = {}
+        arena = 0
         for index, entry in enumerate(self._plan_of):
-            programs.setdefault(self._variant(index), self._program(entry, self._variant(index)).step)
-        arena = max(self._program(e, self._variant(i)).placement.nbytes for i, e in enumerate(self._plan_of))
+            variant = self._variant(index, len(self._plan_of))
+            program = self._program(entry, variant)
+            programs.setdefault(variant, program.step)
+            arena = max(arena, program.placement.nbytes)
         kept = sum(bucket.kept_bytes(self._probe.state_elements) for bucket in self._layout.buckets)
         return Plan(self._mode, self._layout, programs, tuple(self._why), kept, arena)
 
@@ -436,8 +440,7 @@ class Step:
             return [lines[0], hashlib.sha256("\n".join(lines).encode()).hexdigest()]
         return lines
 
-    def _variant(self, index: int) -> Variant:
-        count = self._options.accumulate
+    def _variant(self, index: int, count: int) -> Variant:
         if count == 1:
             return "only"
         return "first" if index == 0 else "last" if index == count - 1 else "middle"
@@ -638,9 +641,12 @@ class Step:
         count = self._options.accumulate
         if count == 1:
             return [batch]
-        if not isinstance(batch, (list, tuple)) or len(batch) != count:
+        if not isinstance(batch, (list, tuple)) or not 1 <= len(batch) <= count:
             seen = f"{len(batch)} of them" if isinstance(batch, (list, tuple)) else f"a {type(batch).__name__}"
-            raise ValueError(f"accumulate={count}: the batch is a list of {count} micro-batches, and this is {seen}")
+            raise ValueError(
+                f"accumulate={count}: the batch is a list of {count} micro-batches (or fewer: the last step of an "
+                f"epoch), and this is {seen}"
+            )
         return batch
 
     def _inputs(self, entry: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
