@@ -1,0 +1,37 @@
+"""`weft doctor`: is the machine fit (alone, or with its peers under torchrun), or does a script train as eager would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from weft.doctor.compare import NOTHING_COMPARED, run_script
+from weft.doctor.findings import Finding, report, summary
+from weft.doctor.machine import check_machine
+from weft.doctor.network import check_network
+from weft.doctor.peers import check_peers, world_size
+
+
+def examine(timeout: float) -> int:
+    """Print what there is to say about this machine and its peers; 1 if something is wrong."""
+    findings: list[Finding]
+    if world_size() > 1:
+        findings, prints = check_peers(timeout)
+    else:
+        findings, prints = [*check_machine(), *check_network()], True
+    if prints:
+        typer.echo(f"{report(findings)}\n{summary(findings)}")
+    return 1 if any(finding.mark == "FAIL" for finding in findings) else 0
+
+
+def compare(command: Sequence[str], steps: int) -> int:
+    """Run a script with every step compared with eager; 0 where they agree, 1 where not, 2 where nothing was compared."""
+    try:
+        comparison = run_script(command, steps)
+    except FileNotFoundError as error:
+        typer.echo(f"weft doctor: {error}", err=True)
+        return NOTHING_COMPARED
+    if comparison.rank == 0:
+        typer.echo(comparison.report())
+    return comparison.exit_code()
