@@ -1,4 +1,4 @@
-"""`weft doctor`: is the machine fit (alone, or with its peers under torchrun), or does a script train as eager would."""
+"""`weft doctor`: is the machine fit (under torchrun: are its peers), or does a script train as eager would."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def examine(timeout: float) -> int:
 
 
 def compare(command: Sequence[str], steps: int) -> int:
-    """Run a script with every step compared with eager; 0 where they agree, 1 where not, 2 where nothing was compared."""
+    """Run a script with its first steps compared with eager: 0 if they agree, 1 if not, 2 if none was compared."""
     try:
         comparison = run_script(command, steps)
     except FileNotFoundError as error:
         typer.echo(f"weft doctor: {error}", err=True)
         return NOTHING_COMPARED
-    if comparison.rank == 0:
+    if not comparison.reported:  # the script ended by itself, perhaps on this rank only
         typer.echo(comparison.report())
     return comparison.exit_code()

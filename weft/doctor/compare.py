@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import weft
@@ -35,7 +36,7 @@ AGREES, DISAGREES, NOTHING_COMPARED = 0, 1, 2
 class Difference:
     """Of one tensor: the largest difference, relative to its largest value, and in units of what is allowed."""
 
-    what: str  # "loss", "parameter layer.weight", ...
+    what: str  # "loss", "norm", "parameter layer.weight", ...
     relative: float
     excess: float
     rank: int = 0
@@ -51,7 +52,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What has been seen so far; `steps` holds the differences of each step on all ranks, in the order they are made."""
+    """What has been seen so far: `steps` holds the differences of each step, of rank 0 first."""
 
     wanted: int
     rank: int = 0
@@ -59,6 +60,7 @@ class Comparison:
     mode: str = ""
     steps: list[list[Difference]] = field(default_factory=list)
     problem: str | None = None
+    reported: bool = False
 
     def first(self) -> tuple[int, Difference] | None:
         """The first step with a disagreement, and the first tensor in it."""
@@ -85,14 +87,15 @@ class Comparison:
         count = f"{len(self.steps)} step{'s' * (len(self.steps) > 1)}"
         found = self.first()
         if found is None:
-            worst = "; ".join(self._worst(kind) for kind in ("loss", "norm", "parameter", "buffer", "optimizer"))
-            return f"weft doctor: {count} agree with eager PyTorch ({ranks}, mode {self.mode})\n  {worst}"
+            ranges = "; ".join(self._worst(kind) for kind in ("loss", "norm", "parameter", "buffer", "optimizer"))
+            return f"weft doctor: {count} agree with eager PyTorch ({ranks}, mode {self.mode})\n  {ranges}"
         number, difference = found
         wrong = [one for one in self.steps[number - 1] if not one.agrees]
         worst = max(wrong, key=lambda one: one.excess if one.excess == one.excess else float("inf"))
+        what = "gradient norm" if difference.kind == "norm" else difference.what
         lines = [
             f"weft doctor: step {number} does not agree with eager PyTorch ({ranks}, mode {self.mode})",
-            f"  first: the {difference.what}{self._at(difference)}: {difference.relative:.2e} of its largest value "
+            f"  first: the {what}{self._at(difference)}: {difference.relative:.2e} of its largest value "
             f"apart, {difference.excess:.1e} times what rounding explains",
             f"  {len(wrong)} of {len(self.steps[number - 1])} compared values differ; the worst is the {worst.what}"
             f"{self._at(worst)}, {worst.relative:.2e}",
@@ -110,7 +113,8 @@ class Comparison:
             return f"no {label.get(kind, 'optimizer state')}"
         worst = max(found, key=lambda one: one.relative)
         name = worst.what.partition(" ")[2]
-        return f"{label.get(kind, 'optimizer state')} within {worst.relative:.1e}{f' ({name})' if name and worst.relative else ''}"
+        where = f" ({name})" if name and worst.relative else ""
+        return f"{label.get(kind, 'optimizer state')} within {worst.relative:.1e}{where}"
 
     def _advice(self, number: int, difference: Difference) -> str:
         if number > 1 and difference.kind in ("loss", "buffer"):
@@ -167,7 +171,7 @@ class ComparedStep(api.Step):
                 "no gradient reaches the parameters of the model that the loss function is given; does it use another "
                 "model than its first argument?"
             )
-            raise Finished
+            self._finish()
         found = Outcome(
             output[0] if isinstance(output, tuple) else output,
             self.grad_norm,
@@ -178,11 +182,23 @@ class ComparedStep(api.Step):
         mine = list(differences(found, expected, first, eager.gradients, self._precision()))
         everyone = self._collectives.gather_objects(mine)
         self.comparison.steps.append(
-            [Difference(one.what, one.relative, one.excess, rank) for rank, all_of in enumerate(everyone) for one in all_of]
+            [
+                Difference(one.what, one.relative, one.excess, rank)
+                for rank, all_of in enumerate(everyone)
+                for one in all_of
+            ]
         )
         if len(self.comparison.steps) == self.comparison.wanted or self.comparison.first() is not None:
-            raise Finished
+            self._finish()
         return output
+
+    def _finish(self) -> None:
+        """Report, and leave the script; only then may a rank go: torchrun ends the others when one has failed."""
+        if self.comparison.rank == 0:
+            print(self.comparison.report(), flush=True)
+        self.comparison.reported = True
+        self._collectives.gather_objects(None)
+        raise Finished
 
     def _precision(self) -> torch.dtype:
         """The coarsest dtype in which numbers are made (autocast, a norm in fp32): how far they may be apart."""
@@ -211,10 +227,12 @@ def differences(
         yield _difference(f"buffer {name}", found.buffers[name], value, tolerance * _largest(value))
     if expected.norm is not None:
         norms = torch.tensor([torch.nan if found.norm is None else found.norm, expected.norm], dtype=torch.float64)
-        yield _difference("norm of the gradients", norms[0], norms[1], tolerance * expected.norm)
+        yield _difference("norm", norms[0], norms[1], tolerance * expected.norm)
     noise = rounding * max(float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel())
     for name, value in expected.parameters.items():
-        mine, theirs, start = (t.detach().to("cpu", torch.float64) for t in (found.parameters[name], value, first[name]))
+        mine, theirs, start = (
+            t.detach().to("cpu", torch.float64) for t in (found.parameters[name], value, first[name])
+        )
         allowed = torch.full_like(theirs, tolerance * _largest(theirs))
         if name in gradients:
             share = (noise / gradients[name].abs().to("cpu", torch.float64)).clamp(max=2.0)
@@ -245,7 +263,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def run_script(command: Sequence[str], steps: int) -> Comparison:
-    """Run a script as `python script.py arguments...` would, with every compiled step compared, and say what was seen."""
+    """Run a script as `python script.py arguments...` would, comparing every compiled step; says what was seen."""
     comparison = Comparison(wanted=steps)
     script = Path(command[0])
     if not script.is_file():
@@ -268,4 +286,6 @@ def run_script(command: Sequence[str], steps: int) -> Comparison:
         comparison.problem = f"the script failed after {len(comparison.steps)} compared steps (see above)"
     finally:
         sys.argv, sys.path[0], api.Step, weft.Step = kept  # type: ignore[misc]
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return comparison

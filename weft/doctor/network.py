@@ -68,7 +68,9 @@ def check_network(hosts: int = 1, environment: dict[str, str] | None = None) -> 
     """Interfaces, name resolution, and the choice of gloo and NCCL; stricter where there are several hosts."""
     environment = dict(os.environ) if environment is None else environment
     found, hostname = interfaces(), socket.gethostname()
-    shown = [f"{one.name} {' '.join(one.addresses) or 'without an address'}{'' if one.up else ' (down)'}" for one in found]
+    shown = [
+        f"{one.name} {' '.join(one.addresses) or 'without an address'}{'' if one.up else ' (down)'}" for one in found
+    ]
     findings = [Finding("OK" if found else "warn", "interfaces", "; ".join(shown) or "none")]
     chosen = environment.get("GLOO_SOCKET_IFNAME")
     findings.append(
@@ -111,7 +113,7 @@ def _gloo_from_hostname(hostname: str, addresses: Sequence[str], found: Sequence
 
 
 def _nccl(variable: str, found: Sequence[Interface], hosts: int) -> Finding:
-    """NCCL takes InfiniBand first, then anything but docker and the loopback; a variable holds prefixes, = exact, ^ not."""
+    """NCCL takes InfiniBand, then all but docker and the loopback; the variable holds prefixes (= exact, ^ not)."""
     addressed = [one for one in found if one.addresses and one.up]
 
     def matches(one: Interface, pattern: str) -> bool:

@@ -29,8 +29,13 @@ def world_size() -> int:
 def check_peers(timeout: float) -> tuple[list[Finding], bool]:
     """Everything there is to find on all ranks, and whether this rank is the one that prints it."""
     rank, world = int(os.environ["RANK"]), world_size()
-    store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))[0]
-    store = dist.PrefixStore("weft-doctor", store)
+    try:
+        store = dist.PrefixStore("weft-doctor", _store(rank, world, timeout))
+    except (dist.DistError, RuntimeError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        text = f"no answer from rank 0 at {where} within {timeout:g} s ({_first_line(error)})"
+        advice = "see that it runs, that MASTER_ADDR is its host's address as seen from here, and that the port is open"
+        return [*check_machine(), Finding("FAIL", "peers", text, advice)], True
     missing = _missing(store, "here", rank, world, timeout)
     if missing:
         named = ", ".join(map(str, missing))
@@ -46,24 +51,35 @@ def check_peers(timeout: float) -> tuple[list[Finding], bool]:
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     mine = [*check_machine(), *check_network(hosts)]
     try:
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout), device_id=None
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, (socket.gethostname(), mine))
-        store.set(f"connected{rank}", b"1")
+        store.set(f"connected{rank}", "1")
         findings = [*everyone[0][1], *_of_others(everyone), _layout([host for host, _ in everyone])]
         findings += [_clocks(device), *_links(device, rank, world)]
-        store.set(f"done{rank}", b"1")
+        store.set(f"done{rank}", "1")
     except RuntimeError as error:
         return [*mine, _broken(store, rank, world, timeout, error)], rank == 0
     dist.destroy_process_group()
     return findings, rank == 0
 
 
+def _store(rank: int, world: int, timeout: float) -> dist.Store:
+    """The store at MASTER_ADDR: torchrun's own, or rank 0's. PyTorch's way to it does not say which rank is missing."""
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
+
+
 def _missing(store: dist.Store, what: str, rank: int, world: int, timeout: float) -> list[int]:
     """The ranks that do not say in the store that they have come this far."""
-    store.set(f"{what}{rank}", b"1")
+    store.set(f"{what}{rank}", "1")
     deadline = time.monotonic() + timeout
     missing = set(range(world))
     while missing and time.monotonic() < deadline:
@@ -81,8 +97,12 @@ def _broken(store: dist.Store, rank: int, world: int, timeout: float, error: Run
         stage = "finish the test"
     named = ", ".join(map(str, behind)) or "none"
     advice = "see whether they still run, and that every host reaches every other on all ports (GLOO_SOCKET_IFNAME)"
-    first = str(error).strip().splitlines()[0][:160]
-    return Finding("FAIL", "peers", f"ranks that did not {stage} within {timeout:g} s: {named} ({first})", advice)
+    text = f"ranks that did not {stage} within {timeout:g} s: {named} ({_first_line(error)})"
+    return Finding("FAIL", "peers", text, advice)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:160]
 
 
 def _of_others(everyone: list[tuple[str, list[Finding]]]) -> list[Finding]:
@@ -128,7 +148,7 @@ def _clocks(device: torch.device) -> Finding:
 
 
 def _links(device: torch.device, rank: int, world: int) -> list[Finding]:
-    findings = []
+    findings: list[Finding] = []
     for test in (AllReduce, AllGather):
         shown = []
         for size in SIZES:

@@ -101,10 +101,9 @@ class EagerStep:
         else:
             closure()
             self.updater.step()
-        loss, norm = answered[-1]
         return Outcome(
-            loss,
-            norm,
+            answered[0][0],  # the loss at which the step began, where the optimizer asked for several
+            answered[-1][1],
             {name: parameter.detach() for name, parameter in self.parameters.items()},
             self.buffers,
             {self._name(p): dict(state) for p, state in self.updater.state.items()},

@@ -51,8 +51,8 @@ class WeftTrainer(Trainer):
     `with trainer.step.gathered() as model:` on all ranks to read them, as evaluation and saving here do.
 
     What differs from the Trainer: gradients are never in `parameter.grad`; `on_pre_optimizer_step` is called when the
-    update is done; the losses of a step's micro-batches are added up at its last one; `save_model` must be called on all
-    ranks; dropout draws as after `manual_seed(seed + rank)`.
+    update is done; a step's losses are added up at its last micro-batch; `save_model` must be called on all ranks;
+    dropout draws as after `manual_seed(seed + rank)`.
     """
 
     def __init__(self, *args: Any, weft: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -103,9 +103,11 @@ class WeftTrainer(Trainer):
             inputs, num_items_in_batch, scale = batch
             with trainer.compute_loss_context_manager():
                 value = trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)
+            assert isinstance(value, torch.Tensor)
             return value * scale.to(value.dtype)
 
         options = {"timeout": self.args.ddp_timeout, **self.weft_options}
+        assert self.model is not None
         return weft.compile(
             self.model,
             optimizer,
@@ -170,6 +172,7 @@ class WeftTrainer(Trainer):
         os.makedirs(output_dir, exist_ok=True)
         torch.save(state["random"], self._random_file(output_dir))
         if self.args.should_save:
+            assert self.lr_scheduler is not None
             torch.save(_as_torch_stores_it(state["optimizer"]), Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
