@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import weft
 from weft import api
+from weft.doctor.peers import leave_group
 from weft.doctor.reference import EagerStep, Outcome, copied
 from weft.errors import TraceError
 from weft.trace.capture import Loss
@@ -286,6 +286,5 @@ def run_script(command: Sequence[str], steps: int) -> Comparison:
         comparison.problem = f"the script failed after {len(comparison.steps)} compared steps (see above)"
     finally:
         sys.argv, sys.path[0], api.Step, weft.Step = kept  # type: ignore[misc]
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_group()
     return comparison
