@@ -164,13 +164,15 @@ def test_under_torchrun_every_rank_is_compared(script: Path, extra: list[str], c
     assert "the script goes on" not in done.stdout
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("example", [["lightning_like.py"], ["hydra_like.py", "weft.mode=zero1"], ["vision.py"]])
 def test_the_examples_agree_with_eager(example: list[str]) -> None:
-    command = [*DOCTOR, str(ROOT / "examples" / example[0]), *example[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 steps agree with eager PyTorch" in done.stdout
+    threads = torch.get_num_threads()
+    try:
+        comparison = run_script([str(ROOT / "examples" / example[0]), *example[1:]], steps=3)
+    finally:
+        torch.set_num_threads(threads)
+    assert comparison.exit_code() == AGREES, comparison.report()
+    assert len(comparison.steps) == 3
 
 
 # ---- the machine and its peers ----
