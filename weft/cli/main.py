@@ -49,7 +49,7 @@ def lab(
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def doctor(
     script: Annotated[
-        list[str] | None, typer.Argument(help="A training script and its arguments: compare it with eager PyTorch")
+        list[str] | None, typer.Argument(help="A training script and its arguments, to compare with eager")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for other ranks")] = 30.0,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the script to compare")] = 3,
