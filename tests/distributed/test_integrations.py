@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import Trainer, TrainingArguments
 
 from tests.distributed.trainer_worker import bert, llama, sentences, train
@@ -111,6 +112,52 @@ def test_one_rank_ends_where_the_plain_trainer_ends(tmp_path: Path) -> None:
     compiled = train(WeftTrainer, tmp_path / "weft", mode="replicate", **options)
     assert parameters_apart(compiled, plain) < 1e-12
     assert logs_apart(compiled, plain) < 1e-6
+
+
+def with_own_loss(kind: type[Trainer]) -> type[Trainer]:
+    class OwnLoss(kind):  # type: ignore[valid-type,misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = F.cross_entropy(outputs.logits, labels, label_smoothing=0.2)
+            return (loss, outputs) if return_outputs else loss
+
+    return OwnLoss
+
+
+def loss_by_items(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"own_loss": True},
+        {"others": {"compute_loss_func": loss_by_items}},
+        {"label_smoothing_factor": 0.1},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "eval_loss"},
+        {"optim": "adafactor", "max_grad_norm": 0},
+        {"activation_checkpointing": True, "eval_on_start": True},
+    ],
+    ids=["own compute_loss", "compute_loss_func", "label smoothing", "plateau", "adafactor", "checkpointing"],
+)
+def test_losses_schedulers_and_optimizers_of_ones_own_work(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = {"max_steps": 3, "pad": 16, **options}
+    kinds = [Trainer, WeftTrainer]
+    if options.pop("own_loss", False):
+        kinds = [with_own_loss(kind) for kind in kinds]
+    plain = train(kinds[0], tmp_path / "plain", **options)
+    compiled = train(kinds[1], tmp_path / "weft", mode="replicate", **options)
+    assert parameters_apart(compiled, plain) < 1e-12
+    assert logs_apart(compiled, plain) < 1e-6
+
+
+def test_dropout_goes_on_where_the_checkpoint_was_taken(tmp_path: Path) -> None:
+    options = {"mode": "replicate", "pad": 16, "dropout": 0.2, "max_steps": 4}
+    whole = train(WeftTrainer, tmp_path / "whole", **options)
+    resumed = train(WeftTrainer, tmp_path / "resumed", resume=tmp_path / "whole" / "checkpoint-2", **options)
+    assert parameters_apart(resumed, whole) == 0.0
+    assert parameters_apart(train(WeftTrainer, tmp_path / "other", **{**options, "dropout": 0.1}), whole) > 1e-4
 
 
 def test_on_one_rank_training_evaluates_saves_and_loads(tmp_path: Path) -> None:

@@ -33,11 +33,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary)), pad_token="[PAD]")
 
 
-def bert() -> BertForSequenceClassification:
+def bert(dropout: float = 0.0) -> BertForSequenceClassification:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=32, num_labels=3,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0, max_position_embeddings=32, num_labels=3,
     )  # fmt: skip
     return BertForSequenceClassification(config).double()
 
@@ -67,6 +67,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 def train(kind: type[Trainer], folder: Path, *, mode: str = "", resume: Path | None = None, **changes: Any) -> Any:
     causal, early, pad = changes.pop("causal", False), changes.pop("early", False), changes.pop("pad", None)
+    dropout, others = changes.pop("dropout", 0.0), changes.pop("others", {})
     arguments = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -84,7 +85,7 @@ def train(kind: type[Trainer], folder: Path, *, mode: str = "", resume: Path | N
         **changes,
     }
     trainer = kind(
-        model=llama() if causal else bert(),
+        model=llama() if causal else bert(dropout),
         args=TrainingArguments(str(folder), **arguments),
         train_dataset=sentences(43, causal=causal, seed=1),
         eval_dataset=sentences(11, causal=causal, seed=2),
@@ -92,6 +93,7 @@ def train(kind: type[Trainer], folder: Path, *, mode: str = "", resume: Path | N
         compute_metrics=None if causal else accuracy,
         callbacks=[EarlyStoppingCallback(1, early_stopping_threshold=10.0)] if early else None,
         **({"weft": {"mode": mode}} if mode else {}),
+        **others,
     )
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     predicted = trainer.predict(sentences(7, causal=causal, seed=3)).predictions
