@@ -215,6 +215,29 @@ def test_a_peer_that_does_not_answer_is_named() -> None:
     assert "no answer from rank 0 at 127.0.0.1:" in lost.stdout
 
 
+STALLS = """
+import os, sys, time
+from weft.cli.doctor import examine
+from weft.doctor import peers
+
+measure = peers._measure
+if os.environ["RANK"] == "1":
+    peers._measure = lambda test: time.sleep(12) if test.name == "all-gather" else measure(test)
+sys.exit(examine(timeout=2.0))
+"""
+
+
+@pytest.mark.distributed
+def test_a_peer_that_stops_in_the_middle_is_named_and_those_that_wait_for_it_are_not(tmp_path: Path) -> None:
+    script = tmp_path / "stalls.py"
+    script.write_text(STALLS)
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [*TORCHRUN[:-3], "3", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT)
+    assert done.returncode == 1
+    assert "ranks that did not finish the test within 2 s: 1 (" in done.stdout, done.stdout + done.stderr
+
+
 def test_a_name_that_resolves_to_the_loopback_is_a_problem_on_several_hosts_only() -> None:
     here = [LOOPBACK, ETHERNET]
     assert _gloo_from_hostname("node", ["127.0.1.1"], here, hosts=1).mark == "OK"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -96,13 +97,18 @@ def _missing(store: dist.Store, what: str, rank: int, world: int, timeout: float
 
 
 def _broken(store: dist.Store, rank: int, world: int, timeout: float, error: RuntimeError) -> Finding:
-    """A collective failed: say who did not come as far as this rank."""
-    behind = [other for other in range(world) if other != rank and not store.check([f"connected{other}"])]
-    stage = "connect to the others"
-    if not behind:
-        behind = [other for other in range(world) if other != rank and not store.check([f"done{other}"])]
-        stage = "finish the test"
-    named = ", ".join(map(str, behind)) or "none"
+    """A collective failed: say who neither finished nor noticed, for that is whom the others waited for."""
+    stage, silent = "answer", [other for other in range(world) if other != rank]
+    with suppress(RuntimeError):  # the store goes with rank 0
+        store.set(f"noticed{rank}", "1")
+        deadline = time.monotonic() + min(timeout, 3.0)
+        while silent and time.monotonic() < deadline:
+            silent = [other for other in silent if not store.check([f"noticed{other}"])]
+            silent = [other for other in silent if not store.check([f"done{other}"])]
+            time.sleep(0.05)
+        unconnected = [other for other in silent if not store.check([f"connected{other}"])]
+        stage, silent = ("connect", unconnected) if unconnected else ("finish the test", silent)
+    named = ", ".join(map(str, silent)) or "none, all noticed an error"
     advice = "see whether they still run, and that every host reaches every other on all ports (GLOO_SOCKET_IFNAME)"
     text = f"ranks that did not {stage} within {timeout:g} s: {named} ({_first_line(error)})"
     return Finding("FAIL", "peers", text, advice)
