@@ -64,8 +64,7 @@ def compile(
         loss: `(model, batch) -> scalar` or `-> (scalar, extras)`; None means `model(**batch).loss` or `model(*batch)`.
         mode: "replicate" (DDP), "zero1", "zero2", "zero3", or "auto": the fastest whose state fits in `memory`.
         memory: budget of a rank: bytes, a string like "14GiB", a fraction of the device; None means 0.9 of it.
-        accumulate: micro-batches a step; the batch is then a sequence of that many. A step may have fewer (the last of
-            an epoch), as many on every rank: gradients are averaged over those it has.
+        accumulate: micro-batches a step; the batch is then a sequence of that many.
         clip_norm: the global gradient norm to clip to, exact across ranks.
         precision: dtypes of compute, reduction and master values.
         fuse, offload, cache_dir: not built yet; "auto" and None are accepted, anything else is refused.
@@ -153,16 +152,20 @@ class Step:
 
     # ---- what a user calls ----
 
-    def __call__(self, batch: Any) -> Any:
-        """Forward, backward, reduction and update; returns this rank's loss, averaged over micro-batches."""
+    def __call__(self, batch: Any, *, micro_batches: int | None = None) -> Any:
+        """Forward, backward, reduction and update; returns this rank's loss, averaged over micro-batches.
+
+        `micro_batches`: how many this step has, where it is fewer than `accumulate` (the last step of an epoch), the
+        same on all ranks. Gradients are averaged over those.
+        """
         self._check_usable()
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "step(batch) was called under torch.no_grad(); use step.evaluate(batch) to get a loss only"
             )
-        micro_batches = self._micro_batches(batch)
+        parts = self._micro_batches(batch, micro_batches)
         self._check_unchanged()
-        entries = [self._entry(micro_batch, training=True) for micro_batch in micro_batches]
+        entries = [self._entry(part, training=True) for part in parts]
         executor = self._materialised(entries[0][0])
         programs = [self._program(entry, self._variant(i, len(entries))) for i, (entry, _) in enumerate(entries)]
         self._plan_of = [entry for entry, _ in entries]
@@ -637,15 +640,19 @@ class Step:
         if not self._guarded:
             self._tree.check_memory()
 
-    def _micro_batches(self, batch: Any) -> Sequence[Any]:
-        count = self._options.accumulate
-        if count == 1:
+    def _micro_batches(self, batch: Any, count: int | None = None) -> Sequence[Any]:
+        most = self._options.accumulate
+        count = most if count is None else count
+        if not 1 <= count <= most:
+            raise ValueError(f"micro_batches={count}: a step has 1 to {most} of them (accumulate={most})")
+        if most == 1:
             return [batch]
-        if not isinstance(batch, (list, tuple)) or not 1 <= len(batch) <= count:
+        if not isinstance(batch, (list, tuple)) or len(batch) != count:
             seen = f"{len(batch)} of them" if isinstance(batch, (list, tuple)) else f"a {type(batch).__name__}"
+            said = f"accumulate={most}" if count == most else f"micro_batches={count}"
             raise ValueError(
-                f"accumulate={count}: the batch is a list of {count} micro-batches (or fewer: the last step of an "
-                f"epoch), and this is {seen}"
+                f"{said}: the batch is a list of {count} micro-batches, and this is {seen}. A step with fewer than "
+                f"accumulate={most} says so, on all ranks: step(batch, micro_batches=...)"
             )
         return batch
 

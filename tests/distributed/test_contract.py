@@ -435,7 +435,7 @@ def short_steps(rank: int, mode: str) -> tuple[list[torch.Tensor], list[float]]:
     model, _, step = compiled("tied_gpt", mode, accumulate=3, clip_norm=0.5)
     norms = []
     for index, count in enumerate(COUNTS):
-        step(batches("tied_gpt", rank, index, count))
+        step(batches("tied_gpt", rank, index, count), micro_batches=count)
         norms.append(step.grad_norm or 0.0)
     with step.gathered():
         return [parameter.detach().clone() for parameter in model.parameters()], norms

@@ -146,7 +146,7 @@ class ComparedStep(api.Step):
         self.comparison.rank, self.comparison.ranks = self._collectives.rank, self._collectives.world
         self.comparison.mode = self._mode
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, *, micro_batches: int | None = None) -> Any:
         before = self.state_dict()
         eager = EagerStep(
             self.model,
@@ -161,9 +161,8 @@ class ComparedStep(api.Step):
         if self._executor is None:
             eager.start_from_rank_0()
         first = {name: value.detach().clone() for name, value in eager.parameters.items()}
-        micro_batches = self._micro_batches(batch)
-        kept = [copied(micro_batch) for micro_batch in micro_batches]
-        output = super().__call__(batch)
+        kept = [copied(micro_batch) for micro_batch in self._micro_batches(batch, micro_batches)]
+        output = super().__call__(batch, micro_batches=micro_batches)
         after = self.state_dict()
         expected = eager.run(kept)
         if not eager.gradients:

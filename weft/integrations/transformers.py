@@ -136,7 +136,8 @@ class WeftTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         micro_batches, self._micro_batches = self._micro_batches, []
         model.train()
-        return self.step(micro_batches if self.args.gradient_accumulation_steps > 1 else micro_batches[0])
+        batch = micro_batches if self.args.gradient_accumulation_steps > 1 else micro_batches[0]
+        return self.step(batch, micro_batches=count)
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         return self.step.grad_norm
