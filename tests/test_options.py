@@ -374,6 +374,16 @@ def test_a_batch_that_is_not_accumulate_micro_batches_is_an_error(batch: Any) ->
         compiled(accumulate=2)(batch)
 
 
+def test_a_step_with_fewer_micro_batches_says_so() -> None:
+    step = compiled(accumulate=3)
+    with pytest.raises(ValueError, match=r"2 of them\. A step with fewer .*micro_batches="):
+        step([torch.ones(3, 4)] * 2)
+    assert torch.isfinite(step([torch.ones(3, 4)] * 2, micro_batches=2))
+    for wrong in (0, 4):
+        with pytest.raises(ValueError, match="1 to 3"):
+            step([torch.ones(3, 4)] * wrong, micro_batches=wrong)
+
+
 def test_the_gradient_norm_is_measured_only_where_it_is_asked_for() -> None:
     batch = torch.ones(3, 4)
     measuring, plain = compiled(clip_norm=math.inf), compiled()

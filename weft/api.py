@@ -165,23 +165,27 @@ class Step:
 
     # ---- what a user calls ----
 
-    def __call__(self, batch: Any) -> Any:
-        """Forward, backward, reduction and update; returns this rank's loss, averaged over micro-batches."""
+    def __call__(self, batch: Any, *, micro_batches: int | None = None) -> Any:
+        """Forward, backward, reduction and update; returns this rank's loss, averaged over micro-batches.
+
+        `micro_batches`: how many this step has, where it is fewer than `accumulate` (the last step of an epoch), the
+        same on all ranks. Gradients are averaged over those.
+        """
         self._check_usable()
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "step(batch) was called under torch.no_grad(); use step.evaluate(batch) to get a loss only"
             )
-        micro_batches = self._micro_batches(batch)
+        parts = self._micro_batches(batch, micro_batches)
         self._check_unchanged()
-        entries = [self._entry(micro_batch, training=True) for micro_batch in micro_batches]
+        entries = [self._entry(part, training=True) for part in parts]
         executor = self._materialised()
-        programs = [self._program(entry, self._variant(i)) for i, (entry, _) in enumerate(entries)]
+        programs = [self._program(entry, self._variant(i, len(entries))) for i, (entry, _) in enumerate(entries)]
         self._plan_of = [entry for entry, _ in entries]
         reached = [any(flags) for flags in zip(*(entry.trace.reached for entry, _ in entries), strict=True)]
 
         def run() -> list[tuple[Any, ...]]:
-            executor.begin_step(reached)
+            executor.begin_step(reached, len(programs))
             runs = zip(programs, entries, strict=True)
             return [executor(program, self._inputs(entry, tensors)) for program, (entry, tensors) in runs]
 
@@ -230,7 +234,7 @@ class Step:
         entries = [self._entry(micro_batch, training=True)[0] for micro_batch in self._micro_batches(batch)]
         self._plan_of = entries
         for index, entry in enumerate(entries):
-            self._program(entry, self._variant(index))
+            self._program(entry, self._variant(index, len(entries)))
         return self.plan
 
     @property
@@ -239,9 +243,12 @@ class Step:
         if self._layout is None or not self._plan_of:
             raise RuntimeError("there is no plan yet: call step(batch), or step.prepare(batch) to plan without running")
         programs: dict[str, StepGraph] = {}
+        arena = 0
         for index, entry in enumerate(self._plan_of):
-            programs.setdefault(self._variant(index), self._program(entry, self._variant(index)).step)
-        arena = max(self._program(e, self._variant(i)).placement.nbytes for i, e in enumerate(self._plan_of))
+            variant = self._variant(index, len(self._plan_of))
+            program = self._program(entry, variant)
+            programs.setdefault(variant, program.step)
+            arena = max(arena, program.placement.nbytes)
         kept = sum(bucket.kept_bytes(self._probe.state_elements) for bucket in self._layout.buckets)
         return Plan(self._mode, self._layout, programs, tuple(self._why), kept, arena)
 
@@ -457,8 +464,7 @@ class Step:
             return [lines[0], hashlib.sha256("\n".join(lines).encode()).hexdigest()]
         return lines
 
-    def _variant(self, index: int) -> Variant:
-        count = self._options.accumulate
+    def _variant(self, index: int, count: int) -> Variant:
         if count == 1:
             return "only"
         return "first" if index == 0 else "last" if index == count - 1 else "middle"
@@ -691,13 +697,20 @@ class Step:
         if not self._guarded:
             self._tree.check_memory()
 
-    def _micro_batches(self, batch: Any) -> Sequence[Any]:
-        count = self._options.accumulate
-        if count == 1:
+    def _micro_batches(self, batch: Any, count: int | None = None) -> Sequence[Any]:
+        most = self._options.accumulate
+        count = most if count is None else count
+        if not 1 <= count <= most:
+            raise ValueError(f"micro_batches={count}: a step has 1 to {most} of them (accumulate={most})")
+        if most == 1:
             return [batch]
         if not isinstance(batch, (list, tuple)) or len(batch) != count:
             seen = f"{len(batch)} of them" if isinstance(batch, (list, tuple)) else f"a {type(batch).__name__}"
-            raise ValueError(f"accumulate={count}: the batch is a list of {count} micro-batches, and this is {seen}")
+            said = f"accumulate={most}" if count == most else f"micro_batches={count}"
+            raise ValueError(
+                f"{said}: the batch is a list of {count} micro-batches, and this is {seen}. A step with fewer than "
+                f"accumulate={most} says so, on all ranks: step(batch, micro_batches=...)"
+            )
         return batch
 
     def _inputs(self, entry: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ import weft
 from tests.models import CASES, PartlyUsed, TiedGPT, batches, build, ids
 from tests.ranks import Ranks
 from tests.reference import SEED, relative_error, train_compiled, train_eagerly
+from weft.trace.capture import default_loss
 
 pytestmark = pytest.mark.distributed
 Start = Callable[[int], Ranks]
@@ -423,3 +424,40 @@ def world_size(rank: int) -> int:
 
 def test_the_pool_of_processes_really_has_several_ranks(ranks: Start) -> None:
     assert ranks(2).run(world_size) == [2, 2]
+
+
+# ---- steps with fewer micro-batches ----
+
+COUNTS = (3, 1, 2, 3)
+
+
+def short_steps(rank: int, mode: str) -> tuple[list[torch.Tensor], list[float]]:
+    model, _, step = compiled("tied_gpt", mode, accumulate=3, clip_norm=0.5)
+    norms = []
+    for index, count in enumerate(COUNTS):
+        step(batches("tied_gpt", rank, index, count), micro_batches=count)
+        norms.append(step.grad_norm or 0.0)
+    with step.gathered():
+        return [parameter.detach().clone() for parameter in model.parameters()], norms
+
+
+@pytest.mark.parametrize("mode", ["replicate", "zero1", "zero2", "zero3"])
+def test_a_step_with_fewer_micro_batches_averages_over_those_it_has(ranks: Start, mode: str) -> None:
+    model = build("tied_gpt")
+    optimizer = CASES["tied_gpt"].optimizer(model)
+    states = [torch.Generator().manual_seed(SEED + rank).get_state() for rank in range(2)]
+    expected_norms = []
+    for index, count in enumerate(COUNTS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            torch.set_rng_state(states[rank])
+            for batch in batches("tied_gpt", rank, index, count):
+                loss = CASES["tied_gpt"].loss(model, batch) if CASES["tied_gpt"].loss else default_loss(model, batch)
+                (loss / (2 * count)).backward()
+            states[rank] = torch.get_rng_state()
+        expected_norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+    for found, norms in ranks(2).run(short_steps, mode):
+        assert norms == pytest.approx(expected_norms, rel=1e-9)
+        for value, expected in zip(found, model.parameters(), strict=True):
+            assert relative_error(value, expected.detach()) < 1e-12

@@ -1,4 +1,4 @@
-"""The `weft` command: `weft lab` runs a script on emulated hosts."""
+"""The `weft` command: `lab` runs a script on emulated hosts, `doctor` examines a machine, its peers or a script."""
 
 from __future__ import annotations
 
@@ -44,6 +44,22 @@ def lab(
     except LabError as error:
         typer.echo(f"weft lab: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def doctor(
+    script: Annotated[
+        list[str] | None, typer.Argument(help="A training script and its arguments, to compare with eager")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for other ranks")] = 30.0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the script to compare")] = 3,
+) -> None:
+    """Examine this machine (under torchrun its peers too), or whether a script's steps agree with eager PyTorch."""
+    from weft.cli.doctor import compare, examine  # the lab's users need not wait for these imports
+
+    if script:
+        raise typer.Exit(compare(script, steps))
+    raise typer.Exit(examine(timeout))
 
 
 def parse_speeds(text: str, hosts: int) -> tuple[float, ...]:

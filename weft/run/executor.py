@@ -100,8 +100,9 @@ class Executor:
 
     # ---- a step ----
 
-    def begin_step(self, reached: Sequence[bool]) -> None:
+    def begin_step(self, reached: Sequence[bool], micro_batches: int) -> None:
         """Take note of the parameters that this rank's micro-batches reach."""
+        self.scale = 1.0 / (self.collectives.world * micro_batches)
         self.reach_flags = torch.tensor([*reached, *[False] * self.collectives.world], dtype=torch.uint8)
         self.reached, self.without_loss = frozenset(), ()
         self.coefficient = None
@@ -249,7 +250,7 @@ class Executor:
             result = self.collectives.scattered(received, result)
         step = self.program.step
         if entry.reduce_often and self.accumulate > 1:
-            result = self._add_slice(bucket, result, first=step.variant == "first")
+            result = self._add_slice(bucket, result, first=step.variant in ("first", "only"))
         elif bucket in self.program.buffers.get("slice", {}):
             result = self.program.buffers["slice"][bucket].copy_(result)
         if step.updates and self.scale != 1.0:
