@@ -22,7 +22,7 @@ from weft.options import Options, Precision, budget_bytes, check_options
 from weft.passes.pipeline import build_program
 from weft.passes.shard import gather_order
 from weft.report.plan import Plan, human_bytes
-from weft.run.collectives import Local, connect
+from weft.run.collectives import Local, connect, leave
 from weft.run.executor import Executor, Program
 from weft.state import checkpoint
 from weft.state.budget import ModeCost, choose_mode, mode_costs
@@ -118,6 +118,7 @@ def _drain_all() -> None:
     for step in list(_alive):
         with suppress(Exception):
             step.drain()
+    leave()
 
 
 class Step:
@@ -393,11 +394,14 @@ class Step:
     def _entry(self, batch: Any, training: bool) -> tuple[Known, list[torch.Tensor]]:
         """The trace for a batch, made where none is known that serves it, and the batch's tensors."""
         tensors, spec = split_batch(batch)
-        check_batch_device(tensors, spec, self._device)
         structure = structure_of(tensors, spec, self._modules, self._buffers(), self._device, training)
 
         def captured(open_dims: OpenDims | None) -> Trace:
-            return self._capture(tensors, spec, training, open_dims)
+            try:
+                return self._capture(tensors, spec, training, open_dims)
+            except Exception:
+                check_batch_device(tensors, spec, self._device)  # the reason, perhaps; a loss may move tensors itself
+                raise
 
         known = self._known.find(tensors, structure, captured)
         if self._layout is None and training:
@@ -514,7 +518,9 @@ class Step:
                 whole = self._first_values.whole(self._names[index], value)
                 manage(self._parameters[index], self._names[index], whole, None)
             else:
-                collectives.broadcast(value.contiguous() if not value.is_contiguous() else value, self._names[index])
+                first = value.contiguous()
+                collectives.broadcast(first, self._names[index])
+                value.copy_(first)
         for name, buffer in zip(self._buffer_names(), self._buffers(), strict=True):
             collectives.broadcast(buffer, f"the first values of the buffer {name}")
         self._first_values.pending = False

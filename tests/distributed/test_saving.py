@@ -643,6 +643,40 @@ def test_transformers_loads_what_export_wrote(
     assert (tmp_path / "model.safetensors.index.json").exists() == (files > 1)
 
 
+class HalfFrozen(nn.Module):
+    """Trained and frozen parameters, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def load_into_a_model_on_meta(rank: int, folder: Path) -> None:
+    def start(device: str) -> weft.Step:
+        with torch.device(device):
+            model = HalfFrozen()
+        optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
+        return weft.compile(model, optimizer, mode=mode, seed=SEED, timeout=60)
+
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))  # one for all: buffers are rank 0's on a load
+    for mode in MODES:
+        step = start("cpu")
+        step(batch)
+        weft.save(step, folder / mode)
+        expected = [step(batch).item(), step.evaluate(batch).item()]
+        loaded = start("meta")
+        weft.load(loaded, folder / mode)
+        assert [loaded(batch).item(), loaded.evaluate(batch).item()] == expected, mode
+
+
+def test_a_load_before_the_first_step_fills_a_model_on_meta(ranks: Start, tmp_path: Path) -> None:
+    ranks(2).run(load_into_a_model_on_meta, tmp_path)
+
+
 # ---- killed at any moment ----
 
 

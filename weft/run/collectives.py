@@ -185,6 +185,14 @@ def _own_groups(group: dist.ProcessGroup, timeout: timedelta) -> tuple[dist.Proc
     return made
 
 
+def leave() -> None:
+    """End weft's own groups at exit: their threads may not outlive the interpreter whose tensors they hold."""
+    while _groups:
+        for group in _groups.pop()[2]:
+            with suppress(Exception):  # the user may have ended everything already
+                dist.destroy_process_group(group)
+
+
 class All:
     """Several messages as one."""
 

@@ -226,12 +226,24 @@ class Wanted:
 def want_common(step: Step, body: Mapping[str, Any], wanted: Wanted) -> Any:
     """Everything but what lies in buckets: buffers, parameters outside, random state; returns the user's extra."""
     for name, buffer in zip(step._buffer_names(), step._buffers(), strict=True):
-        wanted.over(f"buffer/{name}", buffer.detach())
+        if not buffer.is_meta:
+            wanted.over(f"buffer/{name}", buffer.detach())
     in_buckets = step._layout.slot_of if step._executor is not None and step._layout is not None else {}
     for index, parameter in enumerate(step._parameters):
         if index not in in_buckets and not parameter.is_meta:
             wanted.over(f"parameter/{step._infos[index].name}", parameter.detach())
     return decode(body["extra"], wanted.whole)
+
+
+def want_unbuilt(step: Step, wanted: Wanted, parameters: Container[int], buffers: Container[str]) -> None:
+    """Whole tensors that were on the meta device when the rest was read."""
+    assert step._layout is not None
+    for index, parameter in enumerate(step._parameters):
+        if index in parameters and index not in step._layout.slot_of:
+            wanted.over(f"parameter/{step._infos[index].name}", parameter.detach())
+    for name, buffer in zip(step._buffer_names(), step._buffers(), strict=True):
+        if name in buffers:
+            wanted.over(f"buffer/{name}", buffer.detach())
 
 
 def want_masters(held: BucketState, wanted: Wanted, parameters: Container[int]) -> None:

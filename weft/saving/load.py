@@ -136,7 +136,7 @@ class Pending:
     """A checkpoint that was loaded into a step without buckets: applied when they are made.
 
     The user's own tensors hold the parameters already. What waits in the files, which stay open, is the optimizer's
-    state, and master values that the model's dtype cannot hold.
+    state, master values that the model's dtype cannot hold, and what is on the meta device.
     """
 
     def __init__(self, step: Step, reader: FolderReader) -> None:
@@ -147,10 +147,13 @@ class Pending:
             for info, parameter in zip(step._infos, step._parameters, strict=True)
             if info.master != info.dtype or parameter.is_meta
         }
+        buffers = zip(step._buffer_names(), step._buffers(), strict=True)
+        self.meta_buffers = {name for name, buffer in buffers if buffer.is_meta}
 
     def apply(self, step: Step) -> None:
         assert step._executor is not None
         wanted = Wanted()
+        contents.want_unbuilt(step, wanted, self.masters, self.meta_buffers)
         for held in step._executor.states:
             contents.want_masters(held, wanted, self.masters)
             if self.optimizer_state:

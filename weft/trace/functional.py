@@ -177,6 +177,10 @@ def simplify(traced: fx.GraphModule, labels: Sequence[str], inputs: int) -> tupl
         copied = graph.node_copy(node, lambda n: env[n])
         env[node] = copied
         copied.meta["backward"] = after_loss
+        if copied.target is aten.view.default:
+            # Some kernels return other strides than their fake ones say (batch norm of a transposed input), and what is
+            # a view of those may not be one of these; where it is one, `reshape` is that view.
+            copied.target = aten.reshape.default
     values = [env[value] if isinstance(value, fx.Node) else value for value in results]
     graph.output(values)
     _remove_unused(graph)
