@@ -20,7 +20,7 @@ import torch
 import weft
 from torch import nn
 
-mode, what = sys.argv[1:]
+mode, what, timeout = sys.argv[1:]
 rank = int(os.environ["RANK"])
 torch.manual_seed(0)
 model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
@@ -31,7 +31,8 @@ def loss(model, batch):
     return model(batch).square().mean()
 
 step = weft.compile(
-    model, torch.optim.AdamW(model.parameters()), loss, mode=mode, timeout=%d, passes={"shard": {"bucket_bytes": 1500}}
+    model, torch.optim.AdamW(model.parameters()), loss, mode=mode, timeout=int(timeout),
+    passes={"shard": {"bucket_bytes": 1500}},
 )
 for index in range(40):
     odd = rank == 1 and index == 3
@@ -43,7 +44,7 @@ for index in range(40):
         signal.pause()
     step(torch.randn(5 if odd and what == "raises" else 4, 16))
 print("went on to the end", flush=True)
-""" % TIMEOUT
+"""
 
 
 def free_port() -> int:
@@ -60,7 +61,7 @@ def test_a_rank_that_is_gone_ends_the_others_within_the_timeout(tmp_path: Path, 
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [sys.executable, str(script), mode, what],
+            [sys.executable, str(script), mode, what, str(TIMEOUT)],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
