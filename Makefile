@@ -10,12 +10,12 @@ TORCH := torch==2.13.0
 demo: setup
 	@$(BIN)/python examples/demo.py
 
-test: setup lint
-	$(BIN)/python -m pytest
+test: setup lint unit
+	$(BIN)/python -m pytest -m distributed
 
 # The tests without several processes: for running at every change.
 unit: setup
-	$(BIN)/python -m pytest -m "not distributed"
+	$(BIN)/python -m pytest -m "not distributed" -n auto --maxprocesses 8
 
 lint: setup
 	$(BIN)/ruff check .

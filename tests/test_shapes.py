@@ -117,17 +117,17 @@ class Pictures(Model):
 def hugging_face(name: str) -> Model:
     import transformers as t
 
-    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     torch.manual_seed(0)
     if name == "llama":
         return t.LlamaForCausalLM(t.LlamaConfig(**small, intermediate_size=64, num_key_value_heads=2))
     if name == "gpt2":
-        return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0))
+        return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, bos_token_id=0))
     if name == "bert":
         return t.BertForMaskedLM(t.BertConfig(**small, intermediate_size=64))
     if name == "t5":
         return t.T5ForConditionalGeneration(
-            t.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+            t.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
         )
     raise AssertionError(name)
 
@@ -143,7 +143,7 @@ def test_a_transformer_trains_on_any_length_with_three_traces(name: str) -> None
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_a_recurrent_model_is_right_for_every_length(kind: type[nn.Module]) -> None:
     counted = Counted(Recurrent(kind).double())
-    for rows, length in LENGTHS[:5]:
+    for rows, length in ((2, 5), (2, 8), (3, 11)):
         assert counted((tokens(rows, length),)) < 1e-12, (rows, length)
 
 
