@@ -116,6 +116,12 @@ def test_an_optimizer_with_a_closure_agrees(tmp_path: Path) -> None:
     assert run_script([str(path), "replicate"], steps=3).exit_code() == AGREES
 
 
+def test_a_model_on_the_meta_device_agrees(tmp_path: Path) -> None:
+    path = tmp_path / "meta.py"
+    path.write_text(SCRIPT.replace("model = Net()", "with torch.device('meta'):\n    model = Net()"))
+    assert run_script([str(path), "replicate"], steps=3).exit_code() == AGREES
+
+
 def test_bf16_compute_agrees_within_its_rounding(tmp_path: Path) -> None:
     path = tmp_path / "bf16.py"
     precision = "precision=__import__('weft').Precision(compute=torch.bfloat16, reduce=torch.float32), accumulate"

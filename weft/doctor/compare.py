@@ -147,6 +147,8 @@ class ComparedStep(api.Step):
         self.comparison.mode = self._mode
 
     def __call__(self, batch: Any, *, micro_batches: int | None = None) -> Any:
+        if self._first_values.pending:
+            self.prepare(batch)  # a model on the meta device has values from then on
         before = self.state_dict()
         eager = EagerStep(
             self.model,
