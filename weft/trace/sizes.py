@@ -81,7 +81,11 @@ class Guards:
             conditions.append(f"{print_size(bounds.lower)} <= {symbol}")
             if bounds.upper.is_Integer:  # infinity is not
                 conditions.append(f"{symbol} <= {print_size(bounds.upper)}")
-        conditions += [print_size(guard.expr) for guard in environment.guards]
+        for guard in environment.guards:
+            unknown = guard.expr.free_symbols - symbols.keys()
+            if unknown:
+                raise ValueError(f"{guard.expr} is taken for granted, and the batch does not tell {unknown}")
+            conditions.append(print_size(guard.expr))
         self.text = " and ".join(dict.fromkeys(conditions)) or "True"
         names = ", ".join(map(str, symbols))
         values = ", ".join(f"v[{position}]" for position in symbols.values())
