@@ -11,6 +11,7 @@ bit for bit, and a start must find the last checkpoint that was finished, or a n
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import multiprocessing as mp
@@ -32,8 +33,10 @@ import weft
 from tests.models import CASES, batches, build
 
 STEPS, EVERY = 18, 2
-TIMEOUT = 20.0  # seconds: of the ranks' waits for each other
-HANGS = 60.0  # seconds after which a process that has not ended hangs
+TIMEOUT = 10.0  # seconds: of the ranks' waits for each other
+# Seconds after which a process that has not ended hangs. While a job starts, and the rank that keeps its store is gone,
+# PyTorch's own rendezvous tries for two and a half times the timeout before it gives up.
+HANGS = 60.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ def train(rank: int, port: int, setting: Setting, folder: Path) -> None:
     torch.set_num_threads(1)
     sys.stderr = open(folder / f"stderr-{rank}", "a")  # noqa: SIM115  (to the end of the process)
     os.dup2(sys.stderr.fileno(), 2)
+    faulthandler.dump_traceback_later(HANGS - 5, file=sys.stderr)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(setting.world))
     model = build("tied_gpt", torch.float32)

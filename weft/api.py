@@ -22,7 +22,7 @@ from weft.options import Options, Precision, budget_bytes, check_options
 from weft.passes.pipeline import build_program
 from weft.passes.shard import gather_order
 from weft.report.plan import Plan, human_bytes
-from weft.run.collectives import Local, connect, leave
+from weft.run.collectives import Local, connect, leave, peers_lost
 from weft.run.executor import Executor, Program
 from weft.state import checkpoint
 from weft.state.budget import ModeCost, choose_mode, mode_costs
@@ -115,6 +115,8 @@ _alive: weakref.WeakSet[Step] = weakref.WeakSet()
 @atexit.register
 def _drain_all() -> None:
     """At exit nothing may be in flight when the process group goes away."""
+    if peers_lost.is_set():
+        return
     for step in list(_alive):
         with suppress(Exception):
             step.drain()

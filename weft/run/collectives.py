@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,6 +20,9 @@ import torch.distributed as dist
 
 from weft._torch import all_gather, default_store, reduce_scatter
 from weft.errors import PeerError, SequenceError
+
+# Set when a wait on another rank has failed: what still waits for others, in other threads, does so in vain.
+peers_lost = threading.Event()
 
 
 class Pending(Protocol):
@@ -152,6 +156,7 @@ class Distributed(Local):
         try:
             action()
         except RuntimeError as error:
+            peers_lost.set()
             others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
             raise PeerError(
                 f"rank {self.ranks[self.rank]} waited for rank{'s' if len(others) > 1 else ''} "

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from weft._torch import save_flat
 from weft.errors import CheckpointError
-from weft.run.collectives import Local
+from weft.run.collectives import Local, peers_lost
 from weft.saving.contents import collect
 from weft.saving.planner import Flat, FlatSavePlanner, Part
 from weft.saving.storage import POINTER, FolderWriter, sweep
@@ -34,18 +34,27 @@ class Saving:
         self.path = path
         self._action = action
         self._error: BaseException | None = None
-        # Not a daemon: the interpreter waits for it before it exits.
-        self._thread = threading.Thread(target=self._run, name="weft.save") if background else None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weft.save", daemon=True) if background else None
         if self._thread is None:
             action()
         else:
             self._thread.start()
+            # No daemon: the interpreter does not exit before this one ends.
+            threading.Thread(target=self._hold_the_exit, name="weft.save's end").start()
 
     def _run(self) -> None:
         try:
             self._action()
         except BaseException as error:
             self._error = error
+        finally:
+            self._ended.set()
+
+    def _hold_the_exit(self) -> None:
+        """Until the save has ended, or cannot: a rank that has lost another goes at once, or the rest wait for it."""
+        while not self._ended.wait(0.05) and not peers_lost.is_set():
+            pass
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
