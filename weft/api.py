@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from weft.state.budget import ModeCost, choose_mode, mode_costs
 from weft.state.checks import ModelTree, buffer_slots, check_model, check_optimizer, dense_stride
 from weft.state.layout import Layout, ParameterInfo, make_layout
 from weft.state.materialise import FirstValues
-from weft.state.optimizer import Probe, group_options, probe
+from weft.state.optimizer import Probe, group_options, needs_closure, probe
 from weft.state.parameters import manage, placeholder, unguarded
 from weft.state.shards import BucketState, return_freed_memory
 from weft.trace.ambient import Ambient
@@ -667,7 +666,7 @@ class Step:
 
         step = type(self.optimizer).step
         with plain_tensor_access():
-            if _needs_closure(step):
+            if needs_closure(step):
                 step(self.optimizer, closure)  # type: ignore[arg-type]  # torch itself returns tensors
             else:
                 set_gradients()
@@ -761,11 +760,6 @@ def _seeded_state(device: torch.device, seed: int) -> torch.Tensor:
         return generator.manual_seed(seed).get_state()
     finally:
         generator.set_state(saved)
-
-
-def _needs_closure(step: Any) -> bool:
-    parameter = inspect.signature(step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _describe_cost(cost: ModeCost) -> str:

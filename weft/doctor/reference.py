@@ -7,8 +7,7 @@ reads from lists, configurations and globals is then what it reads in plain PyTo
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from torch import nn
 from weft._torch import plain_tensor_access, pytree
 from weft.run.collectives import Local
 from weft.state.checks import buffer_slots
-from weft.trace.capture import Loss
+from weft.state.optimizer import needs_closure
+from weft.trace.capture import Loss, cast_inputs
 from weft.trace.guards import restored
 from weft.trace.randomness import device_generator
 from weft.trace.signature import split_batch
@@ -120,7 +120,7 @@ class EagerStep:
         losses = []
         working = {name: self._working(parameter) for name, parameter in self.parameters.items()}
         try:
-            with self._in_the_model(working), self._inputs_cast():
+            with self._in_the_model(working), cast_inputs(self.model, self.compute):
                 for batch in micro_batches:
                     output = self.loss(self.model, copied(batch))
                     loss = output[0] if isinstance(output, tuple) else output
@@ -164,36 +164,11 @@ class EagerStep:
             for path, module, name in slots:
                 self.buffers[path] = module._buffers[name].detach()  # type: ignore[union-attr]
 
-    @contextmanager
-    def _inputs_cast(self) -> Iterator[None]:
-        """With a compute dtype of its own, the model's floating-point inputs are cast to it, as weft does."""
-        dtype = self.compute
-        if dtype is None:
-            yield
-            return
-
-        def cast(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return pytree.tree_map(cast, args), pytree.tree_map(cast, kwargs)
-
-        handle = self.model.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
 
 def copied(batch: Any) -> Any:
     """A batch whose tensors forward may change."""
     tensors, spec = split_batch(batch)
     return spec.join([tensor.detach().clone() for tensor in tensors])
-
-
-def needs_closure(step: Callable[..., Any]) -> bool:
-    parameter = inspect.signature(step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:

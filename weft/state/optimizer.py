@@ -7,8 +7,9 @@ their step counters, as in eager. Whether an optimizer is elementwise is not loo
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,12 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 def run_step(twin: torch.optim.Optimizer, options: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
     twin.param_groups = [{**options, "params": list(tensors)}]
     type(twin).step(twin)
+
+
+def needs_closure(step: Callable[..., Any]) -> bool:
+    """Whether an optimizer's `step` cannot be called without a closure that computes the loss (LBFGS)."""
+    parameter = inspect.signature(step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> Probe:

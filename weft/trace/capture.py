@@ -261,11 +261,11 @@ def capture(
 
     def run_and_find_lines() -> fx.GraphModule:
         """Run once more, noting where things come from, so that a message can name the line."""
-        with restored(model), _cast_inputs(model, compute_dtype), _refusals():
+        with restored(model), cast_inputs(model, compute_dtype), _refusals():
             return run(_BASE_KEY, locate=True).traced
 
     try:
-        with restored(model), _cast_inputs(model, compute_dtype), _refusals():
+        with restored(model), cast_inputs(model, compute_dtype), _refusals():
             first = run(_BASE_KEY)
             # What forward left on the modules stays for the second run: a counter then shows as a changed constant.
             second = run(2 * _BASE_KEY).traced
@@ -296,7 +296,7 @@ _BASE_KEY = 0x5EED_0000_0000
 
 
 @contextmanager
-def _cast_inputs(model: nn.Module, dtype: torch.dtype | None):  # type: ignore[no-untyped-def]
+def cast_inputs(model: nn.Module, dtype: torch.dtype | None):  # type: ignore[no-untyped-def]
     """With a compute dtype of its own, the model's floating-point inputs are cast to it, as FSDP does."""
     if dtype is None:
         yield
