@@ -681,7 +681,8 @@ class Step:
 
     def _loss_error(self, ranks: Sequence[int], outputs: Sequence[tuple[Any, ...]]) -> LossError:
         mine = ", ".join(f"{float(output[0]):g}" for output in outputs)
-        where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        names = ", ".join(str(self._collectives.ranks[rank]) for rank in ranks)
+        where = f" on rank{'s' if len(ranks) > 1 else ''} {names}"
         return LossError(
             f"the loss of step {self.steps + 1} is not a number{where if self._collectives.world > 1 else ''} (here: "
             f"{mine}). Nothing was updated on any rank: parameters, buffers, optimizer and random state are as after "
