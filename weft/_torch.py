@@ -26,6 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as sa
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
+
+# By packet: a formula over an op's arguments and `out_val`; the public counter counts only what really runs.
+from torch.utils.flop_counter import flop_registry as flop_formulas
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "drop_step_hooks",
     "enable_python_dispatcher",
     "fake_mode",
+    "flop_formulas",
     "has_step_hooks",
     "load_flat",
     "make_fx",
@@ -53,6 +57,7 @@ __all__ = [
     "pytree",
     "reduce_scatter",
     "save_flat",
+    "size_hint",
     "storage_key",
     "swap_values",
     "trunc_normal_code",
@@ -101,6 +106,11 @@ def new_size(environment: ShapeEnv, value: int, name: str) -> Any:
 def print_size(expression: Any) -> str:
     """An expression of sizes (or a guard over them) as Python."""
     return PythonPrinter().doprint(expression)
+
+
+def size_hint(value: Any) -> Any:
+    """What an open size (or a number computed from one) is in the batch that was traced; asking adds no guard."""
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
 # Inside this context an op on a Parameter subclass does not go through __torch_function__.

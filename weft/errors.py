@@ -29,3 +29,15 @@ class ShardedError(RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, or not be loaded into this step; every rank raises it."""
+
+
+class PlanError(ValueError):
+    """A plan on disk that is not whole, or for another step."""
+
+
+class StoreError(RuntimeError):
+    """A file of measurements that cannot be used: damaged, or of another machine or version."""
+
+
+class TierError(RuntimeError):
+    """The next tier of memory cannot be used: names the folder, what the system said and what to do."""

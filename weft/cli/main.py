@@ -1,9 +1,12 @@
-"""The `weft` command: `lab` runs a script on emulated hosts, `doctor` examines a machine, its peers or a script."""
+"""The `weft` command: `lab` runs a script on emulated hosts, `doctor` examines a machine, its peers or a script,
+`measure` times a machine's ops.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -60,6 +63,29 @@ def doctor(
     if script:
         raise typer.Exit(compare(script, steps))
     raise typer.Exit(examine(timeout))
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def measure(
+    script: Annotated[
+        list[str] | None, typer.Argument(help="A training script and its arguments, whose ops are measured")
+    ] = None,
+    cache_dir: Annotated[str | None, typer.Option(help="Folder of the measurements")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print what has been measured, and measure nothing")] = False,
+) -> None:
+    """Measure this machine's rates, and what each op of a script's first step takes."""
+    from weft.cli.measure import measure_machine, measure_script, show_store  # imports torch
+    from weft.errors import StoreError
+    from weft.measure.store import default_folder
+
+    folder = default_folder() if cache_dir is None else Path(cache_dir)
+    try:
+        if show:
+            raise typer.Exit(show_store(folder))
+        raise typer.Exit(measure_script(script, folder) if script else measure_machine(folder))
+    except StoreError as error:
+        typer.echo(f"weft measure: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 def parse_speeds(text: str, hosts: int) -> tuple[float, ...]:

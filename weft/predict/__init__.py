@@ -1,0 +1,1 @@
+"""How long an op, a collective, an update or a copy takes: measured where it was, estimated where not."""

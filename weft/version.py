@@ -1,0 +1,3 @@
+"""The version, where a plan and the package find the same one."""
+
+__version__ = "0.1.0"
