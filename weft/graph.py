@@ -37,6 +37,9 @@ class Run(Protocol):
     def await_norm(self) -> None: ...
     def update(self, bucket: int) -> None: ...
     def update_whole(self) -> None: ...
+    def reload(self, bucket: int) -> None: ...
+    def await_reload(self, bucket: int) -> None: ...
+    def offload(self, bucket: int) -> None: ...
     def keep_random(self, key: int) -> None: ...
     def rewind_random(self, key: int) -> None: ...
     def resume_random(self) -> None: ...
@@ -118,6 +121,21 @@ def update_whole(run: Run) -> None:
     run.update_whole()
 
 
+def reload(run: Run, bucket: int) -> None:
+    """Start to bring a bucket's optimizer state back from the next tier of memory."""
+    run.reload(bucket)
+
+
+def await_reload(run: Run, bucket: int) -> None:
+    """Have a bucket's optimizer state in memory."""
+    run.await_reload(bucket)
+
+
+def offload(run: Run, bucket: int) -> None:
+    """Start to write a bucket's optimizer state out; the next reload that needs its memory comes after that."""
+    run.offload(bucket)
+
+
 def keep_random(run: Run, key: int) -> None:
     """Remember the generator's position: a recomputed op will draw from here again."""
     run.keep_random(key)
@@ -155,6 +173,9 @@ STEP_NODES: frozenset[Callable[..., Any]] = frozenset(
         await_norm,
         update,
         update_whole,
+        reload,
+        await_reload,
+        offload,
         keep_random,
         rewind_random,
         resume_random,
@@ -167,10 +188,34 @@ for _function in STEP_NODES:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What a pass did, for `plan.explain()`."""
+    """What a pass did, for `plan.explain()`; `gain` is in seconds of the step, as simulated."""
 
     name: str
     summary: str
+    gain: float | None = None
+
+    def describe(self) -> str:
+        gain = "" if self.gain is None else f" (predicted gain {1e3 * self.gain:.1f} ms)"
+        return f"{self.name}: {self.summary}{gain}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How communication is placed among compute (see passes/arrange.py).
+
+    Attributes:
+        ahead: how early a gather starts, in multiples of the time that it and those behind it take.
+        in_flight: reductions whose wait is not placed yet; one more forces the oldest's.
+        backlog: seconds of messages on the wire above which no gather for the next step is added to them.
+        urgent: how many of the buckets that the next forward needs first are gathered whatever the backlog.
+        room: bytes for buffers that come and go, as far as that can be chosen.
+    """
+
+    ahead: float
+    in_flight: int
+    backlog: float
+    urgent: int
+    room: float
 
 
 @dataclass
@@ -185,6 +230,7 @@ class StepGraph:
     clip: bool
     whole_update: bool  # the optimizer needs whole tensors: one update at the end
     reports: list[PassReport] = field(default_factory=list)
+    policy: Policy | None = None  # None: as `shard` placed it
 
     @property
     def updates(self) -> bool:

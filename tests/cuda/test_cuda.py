@@ -17,6 +17,10 @@ import weft
 import weft.api
 from tests.models import CASES, TiedGPT, batches, build
 from tests.reference import relative_error
+from weft.measure.links import measure_links
+from weft.measure.load import Load
+from weft.measure.tiers import measure_tier
+from weft.predict.links import Links
 from weft.run.collectives import Nccl
 from weft.trace.capture import default_loss
 
@@ -26,6 +30,7 @@ pytestmark = [
 ]
 MODES = ("replicate", "zero1", "zero2", "zero3")
 SEED = 3
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +149,16 @@ def test_a_steady_step_does_not_wait_for_the_gpu(nccl: Nccl, monkeypatch: pytest
         step(ids)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_links_the_load_and_the_next_tier_are_measured_on_a_gpu(nccl: Nccl) -> None:
+    links = measure_links(nccl, device=CUDA, largest=4 << 20, seconds=1.0)
+    assert links == Links.from_json(links.to_json())
+    assert 0 < links.gather.alone(4 << 20) < 0.1
+    assert links.cpu_seconds_per_byte == 0
+    assert 0 < Load(CUDA).seconds < 1
+    found = measure_tier(None, CUDA)
+    assert found.write_bytes_per_second > 1e8
+    assert found.read_bytes_per_second > 1e8
+    assert 0 < found.latency < 0.1
+    print(links, found)

@@ -37,6 +37,7 @@ def collect(step: Step, extra: Any) -> tuple[dict[str, Any], dict[str, Flat]]:
         "versions": {"weft": weft.__version__, "torch": torch.__version__},
         "mode": step._mode,
         "world": world,
+        "plan": None if step._planned is None or world == 1 else step._planned.decisions.to_json(),
         "steps": step.steps,
         "device": step._device.type,
         "extra": encode(extra, "extra", loose),
@@ -110,7 +111,7 @@ def _collect_bucket(held: BucketState, rank: int, flats: dict[str, Flat], state:
             name = f"optimizer/{slot.name}/{key}"
             if isinstance(value, torch.Tensor) and value.dim() == 1:
                 begin = max(slot.offset, held.own.start)  # a piece is of all that this rank holds
-                flats[name] = _one_part(slot, start, value[start - begin : stop - begin])
+                flats[name] = _state_part(held, slot, start, value[start - begin : stop - begin], key)
                 known[key] = {"$tensor": name, "dtype": NAMES[value.dtype], **_shape(slot.shape, slot.stride)}
             else:
                 known[key] = encode(value, name, {})
@@ -122,6 +123,15 @@ def overlaps(held: BucketState, owned: slice) -> Iterator[tuple[Slot, int, int]]
         start, stop = max(slot.offset, owned.start), min(slot.end, owned.stop)
         if start < stop:
             yield slot, start, stop
+
+
+def _state_part(held: BucketState, slot: Slot, start: int, values: torch.Tensor, key: str) -> Flat:
+    """Of a state that is offloaded the values are brought into memory when they are written, a fragment at a time."""
+    if held.fragment is None:
+        return _one_part(slot, start, values)
+    here = start - max(slot.offset, held.own.start)
+    later = held.fragment.later(slot.parameter, key, here, here + values.numel())
+    return Flat(slot.numel, values.dtype, (Part(start - slot.offset, values.numel(), later),))
 
 
 def _one_part(slot: Slot, start: int, values: torch.Tensor) -> Flat:

@@ -89,14 +89,19 @@ def _apply(step: Step, reader: FolderReader) -> Any:
     whole = {} if elementwise else contents.whole_optimizer_state(step, body, wanted)
     for held in executor.states if executor is not None else ():
         contents.want_masters(held, wanted, range(len(step._infos)))
-        if elementwise:
+        if elementwise and held.fragment is None:
             contents.want_optimizer(held, body, wanted)
     _read(step, reader, wanted)
+    if executor is not None:
+        _read_fragments(step, reader)
     contents.put_groups(step, groups)
     contents.put_random(step, body, random)
     step.steps = body["steps"]
     if not elementwise:
         step._import_optimizer(whole)
+    if executor is None:
+        # The same buckets as before, whatever is measured now: sums of norms round by what each rank holds.
+        step._plan_before = body.get("plan")
     if executor is None and elementwise:
         step.optimizer.state.clear()
         step._pending = Pending(step, reader)
@@ -120,6 +125,17 @@ def _read(step: Step, reader: FolderReader, wanted: Wanted) -> None:
             wanted.finish()
     except CheckpointException as failure:
         raise_together(collectives, f"the checkpoint in {path} could not be read", failed_ranks(failure))
+
+
+def _read_fragments(step: Step, reader: FolderReader) -> None:
+    """Optimizer state that is offloaded: one bucket after the other, so that one at a time is in memory."""
+    assert step._executor is not None
+    for held in step._executor.states:
+        if held.fragment is not None:
+            wanted = Wanted()
+            contents.want_optimizer(held, reader.body, wanted)
+            _read(step, reader, wanted)
+            held.put_out()
 
 
 def _refresh(step: Step) -> None:
@@ -156,9 +172,11 @@ class Pending:
         contents.want_unbuilt(step, wanted, self.masters, self.meta_buffers)
         for held in step._executor.states:
             contents.want_masters(held, wanted, self.masters)
-            if self.optimizer_state:
+            if self.optimizer_state and held.fragment is None:
                 contents.want_optimizer(held, self.reader.body, wanted)
         _read(step, self.reader, wanted)
+        if self.optimizer_state:
+            _read_fragments(step, self.reader)
         if self.masters:
             _refresh(step)
         self.reader.close()

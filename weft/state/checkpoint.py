@@ -35,7 +35,8 @@ def optimizer_state(
         found = {}
         for state in source:
             if state.optimizer is not None:
-                found.update(_of_bucket(state, collectives))
+                with state.state_in_memory():
+                    found.update(_of_bucket(state, collectives))
     if not copy:
         return found
     return {name: owned_copy(state, torch.device("cpu")) for name, state in found.items()}

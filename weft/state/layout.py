@@ -8,7 +8,7 @@ elements are kept in. The layout is made once, from the first trace, and never c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -102,6 +102,24 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Traits:
+    """The choices that every bucket has; a mode makes the same ones for all."""
+
+    scatter: bool
+    reduce_often: bool
+    sharded: bool
+
+
+def traits_of(mode: str, dormant: bool) -> Traits:
+    # A dormant bucket could not be gathered by the one rank whose batch comes to use it: it stays whole.
+    return Traits(
+        scatter=mode != "replicate",
+        reduce_often=mode in ("zero2", "zero3") and not dormant,
+        sharded=mode == "zero3" and not dormant,
+    )
+
+
+@dataclass(frozen=True)
 class ParameterInfo:
     """What the layout asks of a parameter."""
 
@@ -127,25 +145,79 @@ class Layout:
     reduce_order: tuple[int, ...]
     gather_order: tuple[tuple[int, str], ...]  # (bucket, "forward" or "backward"), for sharded buckets
     slot_of: dict[int, tuple[int, int]]  # parameter -> bucket, slot
+    # Buckets that stay gathered, in the order in which they are gathered after their updates; the others of that kind
+    # (dormant ones) are gathered last.
+    next_order: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()  # buckets whose optimizer state is in the next tier between updates
+    offload_window: int = 2  # how many of those are in memory at a time
 
     def with_gather_order(self, order: tuple[tuple[int, str], ...]) -> Layout:
         return replace(self, gather_order=order)
 
+    def with_next_order(self, order: Sequence[int]) -> Layout:
+        return replace(self, next_order=tuple(order))
+
+    def with_traits(self, traits: Mapping[int, Traits]) -> Layout:
+        """This layout with other choices for some buckets; the orders of gathers are to be made anew."""
+        buckets = tuple(
+            replace(bucket, **vars(traits[bucket.index])) if bucket.index in traits else bucket
+            for bucket in self.buckets
+        )
+        return replace(self, buckets=buckets, gather_order=(), next_order=())
+
+    def with_offload(self, buckets: Sequence[int], window: int) -> Layout:
+        return replace(self, offloaded=tuple(sorted(buckets)), offload_window=window)
+
+    def fragment_bytes(self, bucket: int, state_elements: float) -> int:
+        """Of a bucket's optimizer state, as this rank owns it."""
+        entry = self.buckets[bucket]
+        owned = entry.slice_numel if entry.scatter else entry.numel
+        return int(owned * entry.master.itemsize * state_elements)
+
+    def kept_bytes(self, state_elements: float) -> int:
+        """What a rank keeps in memory between steps: of an offloaded state, the blocks that it passes through."""
+        kept = sum(b.kept_bytes(0 if b.index in self.offloaded else state_elements) for b in self.buckets)
+        largest = max((self.fragment_bytes(bucket, state_elements) for bucket in self.offloaded), default=0)
+        return kept + min(self.offload_window, len(self.offloaded)) * largest
+
     def decisions(self) -> dict[str, Any]:
         """What rank 0 tells the others: who is with whom, and in which order."""
         return {
-            "buckets": [([slot.parameter for slot in bucket.slots], bucket.dormant) for bucket in self.buckets],
-            "reduce_order": self.reduce_order,
-            "gather_order": self.gather_order,
+            "mode": self.mode,
+            "buckets": [
+                {
+                    "parameters": [slot.parameter for slot in bucket.slots],
+                    "dormant": bucket.dormant,
+                    "scatter": bucket.scatter,
+                    "reduce_often": bucket.reduce_often,
+                    "sharded": bucket.sharded,
+                }
+                for bucket in self.buckets
+            ],
+            "reduce_order": list(self.reduce_order),
+            "gather_order": [list(item) for item in self.gather_order],
+            "next_order": list(self.next_order),
+            "offloaded": list(self.offloaded),
+            "offload_window": self.offload_window,
         }
 
-    def from_decisions(self, parameters: Sequence[ParameterInfo], decisions: dict[str, Any]) -> Layout:
-        """This layout with another rank's decisions."""
-        members = [([parameters[i] for i in indices], dormant) for indices, dormant in decisions["buckets"]]
+    @classmethod
+    def from_decisions(cls, parameters: Sequence[ParameterInfo], decisions: Mapping[str, Any], world: int) -> Layout:
+        """The layout that another rank, or an earlier run, decided on."""
+        entries = decisions["buckets"]
+        packed = [([parameters[i] for i in entry["parameters"]], entry["dormant"]) for entry in entries]
+        layout = _assemble(packed, decisions["mode"], world)
+        traits = {
+            index: Traits(entry["scatter"], entry["reduce_often"], entry["sharded"])
+            for index, entry in enumerate(entries)
+        }
         return replace(
-            _assemble(members, self.mode, self.world),
+            layout.with_traits(traits),
             reduce_order=tuple(decisions["reduce_order"]),
             gather_order=tuple((bucket, phase) for bucket, phase in decisions["gather_order"]),
+            next_order=tuple(decisions["next_order"]),
+            offloaded=tuple(decisions["offloaded"]),
+            offload_window=decisions["offload_window"],
         )
 
 
@@ -213,11 +285,8 @@ def _make_bucket(index: int, members: Sequence[ParameterInfo], is_dormant: bool,
         compute=kind.compute,
         reduce=kind.reduce,
         master=kind.master,
-        scatter=mode != "replicate",
-        reduce_often=mode in ("zero2", "zero3") and not is_dormant,
-        # A dormant bucket could not be gathered by the one rank whose batch comes to use it: it stays whole.
-        sharded=mode == "zero3" and not is_dormant,
         dormant=is_dormant,
+        **vars(traits_of(mode, is_dormant)),
     )
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.state.layout import Bucket
 from weft.state.optimizer import BucketOptimizer
+
+if TYPE_CHECKING:
+    from weft.state.fragments import Fragment
 
 
 class BucketState:
@@ -49,6 +54,16 @@ class BucketState:
             if optimizer is not None and bucket.trained
             else None
         )
+        self.fragment: Fragment | None = None  # where the optimizer's state is offloaded
+
+    def state_in_memory(self) -> AbstractContextManager[None]:
+        """While the optimizer's state is read outside a step."""
+        return nullcontext() if self.fragment is None else self.fragment.in_memory()
+
+    def put_out(self) -> None:
+        """After the optimizer's state was replaced: offload it again."""
+        if self.fragment is not None:
+            self.fragment.put_out()
 
     def refresh(self) -> None:
         """After an update: bring this rank's part of the whole parameters up to date."""
