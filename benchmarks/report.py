@@ -51,16 +51,28 @@ def versions() -> dict[str, str]:
     return found
 
 
-def bound(result: Result, sharded: bool) -> float | None:
+def passes(result: Result, peer: str) -> float:
+    """Passes of all parameters over the wire in a step: what the contestant's plan says, or what its kind sends."""
+    said = result["outcomes"][peer].get("passes")
+    return PEERS[peer].passes(result.get("accumulate", 1)) if said is None else float(said)
+
+
+def bound(result: Result, passes: float) -> float | None:
     """Seconds of a step in which compute and communication overlap fully.
 
-    Whoever keeps parameters from forward to backward sends two passes of them (gradients one way, parameters or the
-    other half of an all-reduce the other way), whoever does not sends three.
+    Nothing hides the CPU time that communication takes on the core that computes.
     """
     compute, wire = (result["outcomes"][name] for name in REFERENCES)
     if compute["why_not"] or wire["why_not"]:
         return None
-    return max(_median(compute["seconds"]), (3 if sharded else 2) * _median(wire["seconds"]))
+    cpu = _wire_cpu(result) or 0.0
+    return max(passes * _median(wire["seconds"]), _median(compute["seconds"]) + passes * cpu)
+
+
+def _wire_cpu(result: Result) -> float | None:
+    """CPU seconds of one pass; None where it was not measured."""
+    measured = result["outcomes"]["wire"].get("cpu_seconds")
+    return _median(measured) if measured else None
 
 
 def markdown(result: Result) -> str:
@@ -81,18 +93,21 @@ def markdown(result: Result) -> str:
             continue
         low, middle, high = _quartiles(outcome["ratios"])
         seconds = _median(outcome["seconds"])
-        least = bound(result, PEERS[peer].sharded)
+        least = bound(result, passes(result, peer))
         lines.append(
             f"| {name} | {middle:.2f} | {low:.2f} to {high:.2f} | {seconds:.3f} | "
             f"{f'{seconds / least:.2f}' if least else ''} | {outcome['sent_bytes'] / MIB:.1f} | "
             f"{outcome['peak_bytes'] / MIB:.0f} | {outcome['start_seconds']:.1f} |"
         )
     compute, wire = (result["outcomes"][name] for name in REFERENCES)
+    cpu = _wire_cpu(result)
+    taken = "" if cpu is None else f" (and {cpu:.3f} s of CPU, which the bound adds to compute)"
     lines += [
         "",
-        f"{result['parameters'] / 1e6:.1f} M parameters, fp32, AdamW; {result['lab']}. Compute alone "
-        f"{_median(compute['seconds']):.3f} s, one pass of the parameters over the wire {_median(wire['seconds']):.3f} "
-        f"s. Median of {result['rounds']} interleaved rounds of {result['steps_a_turn']} steps.",
+        f"{result['parameters'] / 1e6:.1f} M parameters, fp32, AdamW{_settings(result)}; {result['lab']}. Compute "
+        f"alone {_median(compute['seconds']):.3f} s, one pass of the parameters over the wire "
+        f"{_median(wire['seconds']):.3f} s{taken}. Median of {result['rounds']} interleaved rounds of "
+        f"{result['steps_a_turn']} steps.",
     ]
     return "\n".join(lines)
 
@@ -101,7 +116,26 @@ def title(result: Result) -> str:
     speeds = sorted(set(result["gbit"]))
     return (
         f"{result['workload']} ({result['size']}), {result['hosts']} hosts, {'/'.join(f'{s:g}' for s in speeds)} Gbit/s"
+        f"{_settings(result)}{', ablations' if result.get('ablations') else ''}"
     )
+
+
+def _settings(result: Result) -> str:
+    """What a step does beside forward, backward and update."""
+    clip, accumulate = result.get("clip"), result.get("accumulate", 1)
+    clipped = "" if clip is None else f", clipped to norm {clip:g}"
+    return clipped + (f", {accumulate} micro-batches a step" if accumulate > 1 else "")
+
+
+def file_name(result: Result, part: int = 0) -> str:
+    """Of a comparison's JSON, or of one part of it."""
+    speeds = sorted(set(result["gbit"]))
+    link = f"{speeds[0]:g}" if len(speeds) == 1 else "mixed"
+    name = f"{result['workload']}-{result['size']}-{result['hosts']}x{link}"
+    name += "-clip" if result.get("clip") is not None else ""
+    name += f"-acc{result['accumulate']}" if result.get("accumulate", 1) > 1 else ""
+    name += "-ablations" if result.get("ablations") else ""
+    return f"{name}-{part + 1}.json" if part else f"{name}.json"
 
 
 def _median(values: list[float]) -> float:
@@ -138,7 +172,8 @@ def page(results: list[dict[str, Any]]) -> str:
         "# Results",
         "Made by `python -m benchmarks.report` from the JSON files beside this page; do not edit. Ratios are to the "
         "baseline in the same round, below 1 is faster. *x bound*: over the time of a step that hides all of its "
-        "communication behind compute, or all compute behind communication.",
+        "communication behind compute, or all compute behind communication; the CPU time of communication adds to "
+        "compute, where it was measured.",
         *(f"Machine: {machine}." for machine in sorted(machines)),
         *([notes.read_text().strip()] if notes.exists() else []),
         *(f"{markdown(result)}\n\n![{title(result)}]({picture(result)})" for result in results),
@@ -163,7 +198,7 @@ def chart(result: Result, path: Path) -> None:
         low, middle, high = _quartiles(outcome["seconds"])
         color = "tab:orange" if peer.startswith("weft") else "tab:blue"
         axes.barh(row, middle, color=color, xerr=[[middle - low], [high - middle]], ecolor="black")
-        least = bound(result, PEERS[peer].sharded)
+        least = bound(result, passes(result, peer))
         if least:
             axes.plot([least, least], [row - 0.4, row + 0.4], color="black", linestyle=":")
     axes.set_yticks(range(len(runs)), [outcome["title"] for outcome in reversed(runs.values())])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import BASELINE, PEERS, REFERENCES
-from benchmarks.workloads import workload
+from benchmarks.workloads import Work, workload
 from weft.lab.cluster import Lab, Shape
 
 ROOT = Path(__file__).parent.parent
@@ -50,16 +50,35 @@ class Outcome:
     start_seconds: float = 0.0  # building and the first step: compiling, planning
     seconds: list[float] = field(default_factory=list)  # of a step, per round
     ratios: list[float] = field(default_factory=list)  # to the baseline's, in the same round
+    cpu_seconds: list[float] = field(default_factory=list)  # of a process in a step, per round
+    passes: float | None = None  # of all parameters over the wire in a step, of who knows it
     sent_bytes: float = 0.0  # by a host, a step, packet headers included
     peak_bytes: int = 0  # of the rank that had most, beyond its imports
     losses: list[float] = field(default_factory=list)  # without dropout, of all ranks one after the other
 
 
-class Team:
-    """The processes of one contestant."""
+@dataclass(frozen=True)
+class Turn:
+    """A step, as the slowest rank and the host that sends most see it."""
 
-    def __init__(self, lab: Lab, peer: str, settings: Mapping[str, Any], name: str, size: str, port: int) -> None:
-        self.lab, self.peer, self.settings = lab, peer, dict(settings)
+    seconds: float
+    cpu_seconds: float
+    passes: float | None
+    sent_bytes: float
+
+
+class Team:
+    """The processes of one contestant: `python -m MODULE ARGUMENTS... RANK WORLD ADDRESS` on every host."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        module: str,
+        arguments: Sequence[str],
+        port: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.lab = lab
         self.answers: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         self.said: list[str] = []
         hosts = lab.shape.hosts
@@ -67,7 +86,7 @@ class Team:
             lab.start(
                 host,
                 [
-                    *(sys.executable, "-m", "benchmarks.worker", peer, json.dumps(self.settings), name, size),
+                    *(sys.executable, "-m", module, *arguments),
                     *(str(host), str(hosts), f"{lab.network.address(0)}:{port}"),
                 ],
                 {
@@ -75,6 +94,7 @@ class Team:
                     "PYTHONPATH": str(ROOT),
                     "HF_HUB_OFFLINE": "1",
                     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                    **(environment or {}),
                 },
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
@@ -86,7 +106,11 @@ class Team:
         ]
         for host, process in enumerate(self.processes):
             threading.Thread(target=self._listen, args=(host, process), daemon=True).start()
-        self._collect()
+        try:
+            self._collect()
+        except BaseException:
+            self.close()
+            raise
 
     def _listen(self, host: int, process: subprocess.Popen[str]) -> None:
         from benchmarks.worker import ANSWER
@@ -123,13 +147,14 @@ class Team:
             found[host] = answer
         return [found[host] for host in range(len(self.processes))]
 
-    def turn(self, count: int) -> tuple[float, float]:
-        """Seconds of a step, and bytes that a host sends in it (the host that sends most)."""
+    def turn(self, count: int) -> Turn:
+        """So many steps."""
         hosts = range(len(self.processes))
         before = [self.lab.network.sent(host) for host in hosts]
-        seconds = max(answer["seconds"] for answer in self.ask("steps", count=count)) / count
+        answers = self.ask("steps", count=count)
+        seconds, cpu = (max(answer[what] for answer in answers) / count for what in ("seconds", "cpu"))
         sent = max(self.lab.network.sent(host) - before[host] for host in hosts) / count
-        return seconds, sent
+        return Turn(seconds, cpu, answers[0]["passes"], sent)
 
     def close(self) -> None:
         for process in self.processes:
@@ -147,6 +172,7 @@ class Match:
     rounds: int
     turn_seconds: float
     sweep: bool
+    work: Work = field(default_factory=Work)
 
     def __post_init__(self) -> None:
         self.port = PORT
@@ -169,7 +195,7 @@ class Match:
             if BASELINE not in teams:
                 raise Failed(f"the baseline, {BASELINE}, cannot run: {outcomes[BASELINE].why_not}")
             self._compare_losses([outcomes[peer] for peer in contestants if peer in teams])
-            count = max(1, math.ceil(self.turn_seconds / teams[BASELINE].turn(2)[0]))
+            count = max(1, math.ceil(self.turn_seconds / teams[BASELINE].turn(2).seconds))
             for team in teams.values():
                 team.ask("reset_memory")
             for index in range(self.rounds):
@@ -183,6 +209,7 @@ class Match:
         return {
             "workload": self.workload,
             "size": self.size,
+            **asdict(self.work),
             "parameters": parameters,
             "hosts": shape.hosts,
             "gbit": list(shape.gbit),
@@ -195,28 +222,30 @@ class Match:
 
     def _prepare(self, lab: Lab, peer: str, outcome: Outcome) -> tuple[Team, int]:
         """Processes of a contestant, warmed up; with `sweep` at the fastest of its settings."""
-        found: list[tuple[float, Team, int]] = []
+        found: list[tuple[float, Team, int, Mapping[str, Any]]] = []
         try:
             for settings in (PEERS | REFERENCES)[peer].sweep if self.sweep else ():
                 team, parameters = self._start(lab, peer, settings, outcome)
-                found.append((team.turn(4)[0], team, parameters))
+                found.append((team.turn(4).seconds, team, parameters, settings))
                 found.sort(key=lambda entry: entry[0])
-                for _, slower, _ in found[1:]:
+                for _, slower, *_ in found[1:]:
                     slower.close()
                 del found[1:]
         except BaseException:
-            for _, team, _ in found:
+            for _, team, *_ in found:
                 team.close()
             raise
         if found:
-            outcome.settings = found[0][1].settings
-            return found[0][1], found[0][2]
+            _, team, parameters, settings = found[0]
+            outcome.settings = dict(settings)
+            return team, parameters
         return self._start(lab, peer, {}, outcome)
 
     def _start(self, lab: Lab, peer: str, settings: Mapping[str, Any], outcome: Outcome) -> tuple[Team, int]:
         dropout = workload(self.workload, self.size).dropout
         self.port += 1
-        team = Team(lab, peer, settings, self.workload, self.size, self.port)
+        arguments = (peer, json.dumps(dict(settings)), self.workload, self.size, json.dumps(asdict(self.work)))
+        team = Team(lab, "benchmarks.worker", arguments, self.port)
         try:
             started = time.perf_counter()
             parameters = team.ask("build", dropout=0.0)[0]["parameters"]
@@ -251,9 +280,10 @@ class Match:
         order = list(teams)
         start = first % len(order)
         for peer in order[start:] + order[:start]:
-            seconds, sent = teams[peer].turn(count)
-            outcomes[peer].seconds.append(seconds)
-            outcomes[peer].sent_bytes = sent
+            turn = teams[peer].turn(count)
+            outcomes[peer].seconds.append(turn.seconds)
+            outcomes[peer].cpu_seconds.append(turn.cpu_seconds)
+            outcomes[peer].passes, outcomes[peer].sent_bytes = turn.passes, turn.sent_bytes
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
 """One rank of one contestant, on a host of the lab: does what `benchmarks.rounds` asks for, line by line.
 
-    python -m benchmarks.worker PEER SETTINGS WORKLOAD SIZE RANK WORLD ADDRESS
+    python -m benchmarks.worker PEER SETTINGS WORKLOAD SIZE WORK RANK WORLD ADDRESS
 
 It reads one JSON request a line from standard input and answers with a line that starts with ANSWER; everything else
 that a peer prints is for the error message, should it fail. It ends when its standard input does.
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.peers import PEERS, REFERENCES, CannotRun, Contestant
-from benchmarks.workloads import workload
+from benchmarks.workloads import Work, workload
 
 ANSWER = "@@answer "
 TIMEOUT = timedelta(seconds=120)
@@ -35,8 +35,10 @@ def status(field: str) -> int:
 
 
 class Worker:
-    def __init__(self, peer: str, settings: dict[str, Any], name: str, size: str, rank: int) -> None:
-        self.workload = workload(name, size)
+    def __init__(
+        self, rank: int, peer: str, settings: dict[str, Any], name: str, size: str, work: dict[str, Any]
+    ) -> None:
+        self.workload, self.work = workload(name, size), Work(**work)
         self.build_contestant = (PEERS | REFERENCES)[peer].builder(settings)
         self.rank = rank
         self.contestant: Contestant | None = None
@@ -51,22 +53,23 @@ class Worker:
         torch.manual_seed(7)
         model = self.workload.build(dropout)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.contestant = self.build_contestant(model, self.workload)
+        self.contestant = self.build_contestant(model, self.workload, self.work)
         return {"parameters": parameters}
 
     def steps(self, count: int) -> dict[str, Any]:
         """So many steps on new data; the clock stops when nothing is in flight on any rank."""
         assert self.contestant is not None
-        batches = [self.workload.batch(self.data) for _ in range(count)]
+        batches = [[self.workload.batch(self.data) for _ in range(self.work.accumulate)] for _ in range(count)]
         losses = []
         dist.barrier()
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         for batch in batches:
             losses.append(self.contestant.step(batch))
         self.contestant.finish()
         dist.barrier()
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "losses": [loss.item() for loss in losses]}
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        passes = getattr(self.contestant, "passes_a_step", None)
+        return {"seconds": seconds, "cpu": cpu, "losses": [loss.item() for loss in losses], "passes": passes}
 
     def reset_memory(self) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")
@@ -77,13 +80,14 @@ class Worker:
         return {"bytes": status("VmHWM") - self.before}
 
 
-def main() -> None:
-    peer, settings, name, size, rank, world, address = sys.argv[1:]
+def join(rank: int, world: int, address: str) -> None:
+    """The process group of all hosts; compute has one thread a host."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{address}", rank=int(rank), world_size=int(world), timeout=TIMEOUT
-    )
-    worker = Worker(peer, json.loads(settings), name, size, int(rank))
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+def serve(worker: object) -> None:
+    """Answer requests, which are method calls, until there are no more."""
     print(f"{ANSWER}{{}}", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -95,6 +99,12 @@ def main() -> None:
             traceback.print_exc(file=sys.stdout)
             answer = {"cannot": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
         print(f"{ANSWER}{json.dumps(answer)}", flush=True)
+
+
+def main() -> None:
+    peer, settings, name, size, work, rank, world, address = sys.argv[1:]
+    join(int(rank), int(world), address)
+    serve(Worker(int(rank), peer, json.loads(settings), name, size, json.loads(work)))
 
 
 if __name__ == "__main__":

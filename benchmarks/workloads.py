@@ -35,6 +35,19 @@ class Workload:
     dropout: float = 0.0
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a step does beside forward, backward and update.
+
+    Attributes:
+        clip: the global gradient norm to clip to; None: no clipping.
+        accumulate: micro-batches a step; its loss is their mean.
+    """
+
+    clip: float | None = None
+    accumulate: int = 1
+
+
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
     """The same for every contestant; fused is the fastest that PyTorch has on CPUs."""
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)

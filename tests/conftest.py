@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from tests.ranks import Ranks
 
 torch.set_num_threads(1)
+# Measurements and plans of tests are not those of the user; processes that tests start share them.
+os.environ.setdefault("WEFT_CACHE_DIR", tempfile.mkdtemp(prefix="weft-test-cache-"))
 
 
 @pytest.fixture(scope="session")

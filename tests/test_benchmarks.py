@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+import weft
 from benchmarks import report
-from benchmarks.peers import PEERS, REFERENCES
+from benchmarks.peers import ABLATIONS, PEERS, REFERENCES, standard
+from benchmarks.peers.weft import sent_elements
+from benchmarks.prediction import Row, kendall_tau, summary
 from benchmarks.rounds import LOSS_STEPS, Disagreement, Match, Outcome, spread
-from benchmarks.workloads import NAMES, SIZES, workload
+from benchmarks.workloads import NAMES, SIZES, Work, workload
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,9 +63,94 @@ def result(**changes: Any) -> dict[str, Any]:
     return {**shape, **run, **changes}
 
 
-def test_the_bound_counts_a_third_pass_for_who_releases_parameters() -> None:
-    assert report.bound(result(), sharded=False) == pytest.approx(1.2)
-    assert report.bound(result(), sharded=True) == pytest.approx(1.8)
+def test_the_bound_is_the_wire_or_compute_with_the_cpu_time_of_communication() -> None:
+    given = result()
+    assert report.bound(given, passes=2) == pytest.approx(1.2)
+    assert report.bound(given, passes=3) == pytest.approx(1.8)
+    assert report.bound(given, passes=1) == pytest.approx(1.0)
+    given["outcomes"]["wire"]["cpu_seconds"] = [0.2]
+    assert report.bound(given, passes=2) == pytest.approx(1.4)
+    assert report.bound(given, passes=3) == pytest.approx(1.8)
+    assert "0.600 s (and 0.200 s of CPU, which the bound adds to compute)" in report.markdown(given)
+
+
+@pytest.mark.parametrize(
+    ("peer", "once", "of_16"),
+    [
+        ("ddp", 2, 2),
+        ("deepspeed-1", 2, 2),
+        ("deepspeed-2", 2, 17),
+        ("deepspeed-3", 3, 48),
+        ("fsdp2", 3, 48),
+        ("fsdp2-once", 3, 33),
+        ("fsdp2-keep", 2, 32),
+    ],
+)
+def test_passes_of_a_step_count_micro_batches(peer: str, once: int, of_16: int) -> None:
+    outcomes = {peer: vars(Outcome(peer, peer))}
+    assert report.passes({"outcomes": outcomes}, peer) == once
+    assert report.passes({"outcomes": outcomes, "accumulate": 16}, peer) == of_16
+    outcomes[peer]["passes"] = 5.5  # a plan knows better
+    assert report.passes({"outcomes": outcomes, "accumulate": 16}, peer) == 5.5
+
+
+def test_the_passes_of_a_plan_count_every_message() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def passes(mode: str, accumulate: int) -> float:
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        plan = {"shard": {"bucket_bytes": 1024}, "unshard": False}
+        step = weft.compile(
+            model, optimizer, lambda m, x: m(x).sum(), mode=mode, accumulate=accumulate, passes=plan, memory="1GiB"
+        )
+        batch = torch.randn(2, 16)
+        return sent_elements(step.prepare([batch] * accumulate if accumulate > 1 else batch)) / 1024
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        assert [passes(mode, 1) for mode in ("replicate", "zero1", "zero2")] == [2, 2, 2]
+        assert [passes(mode, 4) for mode in ("replicate", "zero1", "zero2")] == [2, 2, 5]
+        assert passes("zero3", 4) > passes("zero3", 1) > 2
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_settings_are_in_the_title_and_the_file_name() -> None:
+    assert report.file_name(result()) == "gpt-small-2x1.json"
+    assert report.file_name(result(gbit=[1.0, 0.5], clip=None, accumulate=1)) == "gpt-small-2xmixed.json"
+    both = result(clip=0.5, accumulate=16)
+    assert report.file_name(both, part=1) == "gpt-small-2x1-clip-acc16-2.json"
+    assert report.title(both).endswith("1 Gbit/s, clipped to norm 0.5, 16 micro-batches a step")
+    assert "AdamW, clipped to norm 0.5, 16 micro-batches a step; " in report.markdown(both)
+    ablations = result(ablations=True)
+    assert report.file_name(ablations) == "gpt-small-2x1-ablations.json"
+    assert len({report.picture(r) for r in (result(), both, ablations)}) == 3
+
+
+def test_only_accumulation_brings_the_peer_that_differs_in_it() -> None:
+    for full in (False, True):
+        assert "fsdp2-once" not in standard(full, Work())
+        assert "fsdp2-once" in standard(full, Work(accumulate=2))
+        assert not set(ABLATIONS) & set(standard(full, Work()))
+
+
+def test_kendalls_tau_counts_pairs_in_order() -> None:
+    assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1
+    assert kendall_tau([1, 2, 3], [30, 20, 10]) == -1
+    assert kendall_tau([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3)
+    assert kendall_tau([1, 1], [10, 20]) == 0
+
+
+def test_the_summary_of_predictions_orders_plans_within_a_workload_and_over_all() -> None:
+    def row(workload: str, predicted: float, measured: float) -> Row:
+        return Row(workload, 1.0, "zero1", predicted, measured, measured, 90, 100)
+
+    found = summary([row("gpt", 1.0, 2.0), row("gpt", 2.0, 2.5), row("lstm", 4.0, 1.6), row("lstm", 3.0, 1.5)])
+    assert found["tau_of_plans"] == 1
+    assert found["tau_of_all"] == pytest.approx((2 - 4) / 6)
+    assert found["worst_time_error"] == pytest.approx(1.5)
+    assert found["mean_memory_error"] == pytest.approx(0.1)
 
 
 def test_a_peer_that_cannot_run_stands_in_the_table_with_its_reason() -> None:
@@ -93,6 +181,8 @@ def test_every_workload_gives_a_loss_and_has_the_blocks_it_names(name: str) -> N
         (["--peers", "ddp,horovod"], "there is no peer 'horovod'"),
         (["--size", "huge"], f"use {', '.join(SIZES)}"),
         (["--gbit", "fast"], "--gbit fast"),
+        (["--clip", "0"], "--clip 0: a positive norm"),
+        (["--accumulate", "0"], "--accumulate 0"),
         (["--hosts", "64"], "--oversubscribe"),
     ],
 )

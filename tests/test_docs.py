@@ -24,7 +24,9 @@ def test_the_program_in_the_docs_is_the_one_that_the_example_prints() -> None:
     shown = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
     printed = run.stdout
     assert shown[1].strip() in printed, "the program"
-    assert shown[2].strip() in printed, "the plan in words"
+    for line in shown[2].strip().splitlines():
+        if not re.search(r"\d (ms|MiB|KiB|GiB)", line):  # what depends on the machine
+            assert line in printed, "the plan in words"
 
 
 def test_every_file_that_the_documentation_names_exists() -> None:

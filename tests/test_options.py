@@ -15,8 +15,6 @@ from torch import nn
 
 import weft
 from weft.options import budget_bytes, check_memory, check_options, host_memory
-from weft.state.budget import ModeCost, choose_mode, mode_costs
-from weft.state.layout import ParameterInfo
 
 
 def compiled(**options: Any) -> weft.Step:
@@ -40,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "mesh": None,
     "timeout": 600.0,
     "debug": False,
+    "plan": None,
 }
 
 BAD: dict[str, tuple[list[Any], list[str]]] = {
@@ -58,7 +57,8 @@ BAD: dict[str, tuple[list[Any], list[str]]] = {
     "offload": (["/tmp/state", "cpu", None, True, 1], ["'auto'", "'off'"]),
     "passes": (["prefetch", ["prefetch"], True, 1], ["dict", "True, False"]),
     "seed": ([-1, 1.0, "1", True, 2**63], ["whole number", "torch.initial_seed()"]),
-    "cache_dir": (["/tmp/plans", True, ""], ["None"]),
+    "cache_dir": ([True, 3, __file__], ["folder", "None"]),
+    "plan": ([True, 3, "no/such/plan.json"], ["step.plan.save", "None"]),
     "mesh": (["dp", 2, [0, 1]], ["DeviceMesh", "None"]),
     "timeout": (
         [0, -1, "60", None, True, math.nan, math.inf, timedelta(0), timedelta(seconds=-1)],
@@ -100,11 +100,13 @@ GOOD: dict[str, list[Any]] = {
         {},
         {"prefetch": False},
         {"prefetch": True, "stage_in_place": False},
+        {"prefetch": {"rule": "earliest"}, "unshard": False, "replan": False},
         {"shard": {"bucket_bytes": 1000}},
         {"shard": True},
     ],
     "seed": [None, 0, 17, 2**63 - 1],
-    "cache_dir": [None],
+    "cache_dir": [None, "out/measured"],
+    "plan": [None],
     "mesh": [None],
     "timeout": [1, 0.5, 600.0, timedelta(minutes=5)],
     "debug": [False, True],
@@ -264,38 +266,15 @@ def test_a_fraction_is_of_the_device_and_bytes_are_bytes(monkeypatch: pytest.Mon
     assert budget_bytes(12345, cpu) == 12345
 
 
-def costs_of_a_model() -> list[ModeCost]:
-    """A hundred parameters of ten thousand elements on four ranks."""
-    half, single = torch.bfloat16, torch.float32
-    parameters = [
-        ParameterInfo(i, f"w{i}", (10**4,), (1,), 10**4, single, 0, compute=half, reduce=half, master=single)
-        for i in range(100)
-    ]
-    return mode_costs(parameters, world=4, accumulate=1, bucket_bytes=10**4, state_elements=2.0)
-
-
-def test_a_budget_that_is_too_small_names_the_smallest_that_fits() -> None:
-    costs = costs_of_a_model()
-    least = min(cost.state_bytes for cost in costs)
-    with pytest.raises(ValueError, match=f"memory={least} or more") as caught:
-        choose_mode(costs, least - 1)
-    assert f"memory={least - 1}" in str(caught.value)
-    assert choose_mode(costs, least).state_bytes == least
-
-
-def test_a_larger_budget_never_chooses_a_mode_that_sends_more() -> None:
-    costs = costs_of_a_model()
-    budgets = sorted(cost.state_bytes for cost in costs)
-    sent = [choose_mode(costs, budget).wire_bytes for budget in budgets]
-    assert sent == sorted(sent, reverse=True)
-    assert choose_mode(costs, budgets[-1]).wire_bytes == min(cost.wire_bytes for cost in costs)
-    assert choose_mode(costs, budgets[0]).mode == "zero3"
-
-
 @pytest.mark.parametrize("mode", ["auto", "replicate", "zero3"])
-def test_a_budget_that_cannot_be_met_is_an_error_at_compile(mode: str) -> None:
-    with pytest.raises(ValueError, match=r"memory=16 .*memory=\d+"):
-        compiled(memory=16, mode=mode)
+def test_a_budget_that_cannot_be_met_is_an_error_before_anything_runs_and_says_which_would_be(mode: str) -> None:
+    batch = torch.randn(3, 4)
+    with pytest.raises(ValueError, match=r"memory=16 .*memory=\d+") as caught:
+        compiled(memory=16, mode=mode).prepare(batch)
+    least = int(str(caught.value).split("Give memory=")[1].split(" ")[0])
+    with pytest.raises(ValueError, match="too little"):
+        compiled(memory=least - 1, mode=mode).prepare(batch)
+    assert compiled(memory=least, mode=mode).prepare(batch).predicted.peak_bytes <= least
 
 
 # ---- passes ---------------------------------------------------------------------------------------------------------
@@ -316,6 +295,7 @@ def test_an_unknown_pass_is_an_error_that_lists_the_known_ones(name: str) -> Non
         ({"prefetch": None}, "None"),
         ({"prefetch": 1}, "1"),
         ({"prefetch": {"depth": 2}}, "{'depth': 2}"),
+        ({"prefetch": {"rule": "latest"}}, "'latest'"),
         ({"shard": {"bucket_size": 2}}, "{'bucket_size': 2}"),
         ({"shard": {"bucket_bytes": 0}}, "0"),
         ({"shard": {"bucket_bytes": -5}}, "-5"),

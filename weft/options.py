@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any, Literal
 
 import torch
 
+from weft.units import UNITS
+
 Mode = Literal["auto", "replicate", "zero1", "zero2", "zero3"]
 MODES = ("auto", "replicate", "zero1", "zero2", "zero3")
 SHARDED_MODES = ("zero1", "zero2", "zero3")
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 CHECKPOINT_FILES = ("model.safetensors", "model.safetensors.index.json")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -48,7 +50,15 @@ class Precision:
 
 
 # Passes that can be switched off by name, and the options of those that have some.
-PASSES: dict[str, tuple[str, ...]] = {"shard": ("bucket_bytes",), "prefetch": (), "stage_in_place": ()}
+PASSES: dict[str, tuple[str, ...]] = {
+    "shard": ("bucket_bytes",),
+    "stage_in_place": (),
+    "prefetch": ("rule",),
+    "unshard": (),
+    "offload": ("fragments", "window", "overlap"),
+    "replan": (),
+}
+RULES = ("hidden", "earliest")  # of prefetch
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,31 @@ class Options:
     timeout: timedelta
     debug: bool
     init: Callable[[torch.nn.Module], Any] | Path | None = None
+    cache_dir: Path | None = None
+    plan: Path | None = None
+    offload: Literal["auto", "off"] | Path = "auto"  # a folder: where offloaded state goes
 
     def enabled(self, name: str) -> bool:
-        return self.passes.get(name, True) is not False
+        configured = self.passes.get(name, True)
+        if name == "offload" and isinstance(configured, Mapping):
+            return bool(configured.get("overlap", True))
+        return configured is not False
+
+    @property
+    def fragments(self) -> Literal["all"] | Sequence[int]:
+        """The buckets whose optimizer state is to be offloaded."""
+        configured = self.passes.get("offload")
+        return configured.get("fragments", ()) if isinstance(configured, Mapping) else ()
+
+    @property
+    def offload_window(self) -> int:
+        configured = self.passes.get("offload")
+        return configured.get("window", 2) if isinstance(configured, Mapping) else 2
+
+    @property
+    def prefetch_rule(self) -> str:
+        configured = self.passes.get("prefetch")
+        return str(configured.get("rule", RULES[0])) if isinstance(configured, Mapping) else RULES[0]
 
     def bucket_bytes(self, device: torch.device) -> int:
         configured = self.passes.get("shard")
@@ -95,6 +127,7 @@ def check_options(
     timeout: Any,
     debug: Any,
     init: Any = None,
+    plan: Any = None,
 ) -> Options:
     """Turn what the user wrote into Options, or say what is wrong with it."""
     if mode not in MODES:
@@ -114,10 +147,6 @@ def check_options(
         )
     if fuse not in ("auto", "off"):
         raise ValueError(f"fuse={fuse!r}: use 'auto' or 'off' (both run every op as PyTorch has it in this version)")
-    if offload not in ("auto", "off"):
-        raise ValueError(f"offload={offload!r}: use 'auto' or 'off' (this version keeps all state on the device)")
-    if cache_dir is not None:
-        raise ValueError(f"cache_dir={cache_dir!r}: this version keeps nothing on disk; leave it None")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
         raise ValueError(f"seed={seed!r}: a whole number from 0 to 2**63 - 1, or None for torch.initial_seed()")
     if not isinstance(debug, bool):
@@ -135,6 +164,9 @@ def check_options(
         timeout=_check_timeout(timeout),
         debug=debug,
         init=_check_init(init),
+        cache_dir=_check_folder(cache_dir),
+        plan=_check_plan(plan),
+        offload=_check_offload(offload, passes),
     )
 
 
@@ -170,14 +202,58 @@ def _check_passes(passes: Any) -> Mapping[str, Any]:
             if unknown:
                 known = ", ".join(PASSES[name]) or "none"
                 raise ValueError(f"passes={{{name!r}: {dict(value)!r}}}: the options of {name} are: {known}")
+            rule = value.get("rule", RULES[0])
+            if rule not in RULES:
+                raise ValueError(f"passes={{{name!r}: {{'rule': {rule!r}}}}}: use one of {', '.join(map(repr, RULES))}")
             size = value.get("bucket_bytes", 1)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"passes={{'shard': {{'bucket_bytes': {size!r}}}}}: a positive number of bytes")
+            if name == "offload":
+                _check_fragments(value)
         elif not isinstance(value, bool):
             raise ValueError(f"passes={{{name!r}: {value!r}}}: use True, False or a dict of options")
         elif name == "shard" and value is False:
             raise ValueError("passes={'shard': False}: the base schedule cannot be switched off")
     return dict(passes)
+
+
+def _check_fragments(value: Mapping[str, Any]) -> None:
+    fragments, window, overlap = value.get("fragments", ()), value.get("window", 1), value.get("overlap", True)
+    indices = isinstance(fragments, (list, tuple)) and all(type(index) is int and index >= 0 for index in fragments)
+    if fragments != "all" and not (indices and len(set(fragments)) == len(fragments)):
+        raise ValueError(
+            f"passes={{'offload': {{'fragments': {fragments!r}}}}}: 'all', or the indices of some buckets, each once"
+        )
+    if type(window) is not int or window < 1:
+        raise ValueError(
+            f"passes={{'offload': {{'window': {window!r}}}}}: how many fragments are in memory at a time, at least 1"
+        )
+    if not isinstance(overlap, bool):
+        raise ValueError(f"passes={{'offload': {{'overlap': {overlap!r}}}}}: True or False")
+
+
+def _check_offload(offload: Any, passes: Any) -> Literal["auto", "off"] | Path:
+    allowed = "use 'auto', 'off' or a folder, an existing one, for optimizer state that does not fit in memory"
+    if isinstance(offload, str) and offload in ("auto", "off"):
+        configured = passes.get("offload") if isinstance(passes, Mapping) else None
+        if offload == "off" and isinstance(configured, Mapping) and configured.get("fragments"):
+            raise ValueError(
+                f"offload='off' and passes={{'offload': {dict(configured)!r}}}: the one keeps all state in memory and "
+                "the other does not; leave one of them out"
+            )
+        return offload  # type: ignore[return-value]
+    if not isinstance(offload, (str, os.PathLike)) or not os.fspath(offload):
+        raise ValueError(f"offload={offload!r}: {allowed}")
+    path = Path(offload)
+    if not path.is_dir():
+        seen = "this is a file" if path.exists() else "there is no such folder"
+        raise ValueError(f"offload={offload!r}: {seen}; {allowed}")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"offload={offload!r}: it cannot be written to ({error.strerror}); {allowed}") from error
+    return path
 
 
 def _check_mesh(mesh: Any) -> Any:
@@ -220,6 +296,25 @@ def _check_init(init: Any) -> Callable[[torch.nn.Module], Any] | Path | None:
     if init is not None and (not callable(init) or isinstance(init, (type, torch.nn.Module))):
         raise ValueError(f"init is a {type(init).__name__} ({str(init)[:60]}): use {allowed}")
     return init
+
+
+def _check_folder(cache_dir: Any) -> Path | None:
+    if cache_dir is None:
+        return None
+    if not isinstance(cache_dir, (str, os.PathLike)) or Path(cache_dir).is_file():
+        raise ValueError(
+            f"cache_dir={cache_dir!r}: a folder for measurements and plans (it is made if it is not there), or None "
+            "for $WEFT_CACHE_DIR or ~/.cache/weft"
+        )
+    return Path(cache_dir)
+
+
+def _check_plan(plan: Any) -> Path | None:
+    if plan is None:
+        return None
+    if not isinstance(plan, (str, os.PathLike)) or not Path(plan).is_file():
+        raise ValueError(f"plan={plan!r}: a file that step.plan.save(path) wrote, or None to plan anew")
+    return Path(plan)
 
 
 def _what_is_there(path: Path) -> str:

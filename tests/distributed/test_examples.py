@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+ENVIRONMENT = {**os.environ, "WEFT_MEASURE": "0", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 SMALL = ["--width", "64", "--layers", "2", "--heads", "2", "--length", "64"]
 
 pytestmark = pytest.mark.distributed

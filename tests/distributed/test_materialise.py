@@ -173,16 +173,18 @@ def test_the_peak_of_materialising_is_the_ranks_shards() -> None:
 # ---- planning ----
 
 
-def plan_of(rank: int, mode: str) -> tuple[str, str]:
-    plan = compiled(on_meta("gpt2"), mode).prepare(batch_for("gpt2"))
+def plan_of(rank: int, mode: str, measured: Path) -> tuple[str, str]:
+    plan = compiled(on_meta("gpt2"), mode, cache_dir=measured).prepare(batch_for("gpt2"))
     return plan.explain(), plan.code()
 
 
 @pytest.mark.parametrize("mode", ["zero1", "zero3"])
-def test_a_plan_without_ranks_is_the_one_that_ranks_make(ranks: Callable[[int], Ranks], mode: str) -> None:
+def test_a_plan_without_ranks_is_the_one_that_ranks_make(
+    ranks: Callable[[int], Ranks], mode: str, tmp_path: Path
+) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        alone = plan_of(0, mode)
+        alone = plan_of(0, mode, tmp_path)
     finally:
         dist.destroy_process_group()
-    assert ranks(2).run(plan_of, mode) == [alone, alone]
+    assert ranks(2).run(plan_of, mode, tmp_path) == [alone, alone]

@@ -3,7 +3,7 @@
 Parameters enter through `parameters` (held whole) or `gather`/`await_gather` (right before their first use, released
 after their last). Gradients are staged as soon as they exist, a bucket is reduced when its last one is staged, and
 updated when at most two reductions are in flight and nothing will read its parameters again. Where parameters stay
-gathered, the next step's gather follows the update.
+gathered, the gathers for the next step follow the updates, in the layout's order.
 """
 
 from __future__ import annotations
@@ -69,6 +69,20 @@ def _released_last_in_forward(step: StepGraph) -> int | None:
     return None
 
 
+def next_order(trace: Trace, layout: Layout) -> tuple[int, ...]:
+    """The buckets that stay gathered, in the order in which the next forward needs them."""
+    position = {node: index for index, node in enumerate(trace.graph.nodes)}
+    first: dict[int, int] = {}
+    for index, placeholder in enumerate(trace.parameters):
+        if index not in layout.slot_of:
+            continue
+        bucket = layout.slot_of[index][0]
+        uses = [position[user] for user in placeholder.users if user.op != "output"]
+        first[bucket] = min(first.get(bucket, len(position)), *uses, len(position))
+    kept = [b.index for b in layout.buckets if b.scatter and not b.sharded and b.trained and not b.dormant]
+    return tuple(sorted(kept, key=lambda bucket: (first.get(bucket, len(position)), bucket)))
+
+
 class _Emitter:
     """Copies a trace node by node into a new graph, putting step nodes in between."""
 
@@ -124,6 +138,8 @@ class _Emitter:
         self.updates_at_end = clip or whole_update
         self.to_update: list[int] = []
         self.reach_known = False
+        self.updated: set[int] = set()
+        self.to_gather = list(layout.next_order)
 
     # ---- small helpers ----
 
@@ -331,9 +347,23 @@ class _Emitter:
         if resident and bucket not in self.resident:
             # Not used by this program: its gather may still be in flight.
             self.resident[bucket] = self.add(g.await_gather, bucket)
+        if bucket in self.layout.offloaded:
+            self.add(g.reload, bucket)
+            self.add(g.await_reload, bucket)
         self.add(g.update, bucket)
+        if bucket in self.layout.offloaded:
+            self.add(g.offload, bucket)
         if resident:
+            self.gather_for_next(bucket)
+
+    def gather_for_next(self, bucket: int) -> None:
+        """After an update: gather for the next step what the layout's order allows."""
+        if bucket not in self.layout.next_order:
             self.add(g.gather, bucket)
+            return
+        self.updated.add(bucket)
+        while self.to_gather and self.to_gather[0] in self.updated:
+            self.add(g.gather, self.to_gather.pop(0))
 
     # ---- the end ----
 
@@ -365,7 +395,9 @@ class _Emitter:
             self.know_reach()
             self.add(g.update_whole)
         elif self.clip:
-            for bucket in self.to_update:
+            # What the next forward needs first is updated first: its gather follows at once.
+            order = self.layout.next_order
+            for bucket in sorted(self.to_update, key=lambda b: order.index(b) if b in order else len(order)):
                 self.update(bucket)
 
     def keep_results(self) -> None:

@@ -8,6 +8,7 @@ from torch import fx
 from weft import graph as g
 from weft.graph import PassReport, StepGraph, written_by
 from weft.passes.aliases import storages
+from weft.passes.context import PlanContext
 
 aten = torch.ops.aten
 
@@ -22,7 +23,7 @@ OUT_VARIANTS = {
 }
 
 
-def stage_in_place(step: StepGraph) -> PassReport:
+def stage_in_place(step: StepGraph, context: PlanContext) -> PassReport:
     """Replace `stage` by an out= call of the gradient's producer where nothing else reads the result."""
     stages = [node for node in step.graph.nodes if node.target is g.stage]
     replaced = sum(_replace(step, node) for node in stages)

@@ -51,6 +51,9 @@ class _Checker:
         self.reducing: list[int] = []
         self.reduced: set[int] = set()
         self.updated: set[int] = set()
+        self.reloading: set[int] = set()
+        self.in_memory: set[int] = set()
+        self.offloaded: list[int] = []
         self.norm: str | None = None
         self.announced = False
         self.reach_known = False
@@ -238,6 +241,8 @@ class _Checker:
             self.fail(node, f"updates bucket {bucket.index} before its reduction is done")
         if bucket.index in self.updated:
             self.fail(node, f"updates bucket {bucket.index} twice")
+        if bucket.index in self.layout.offloaded and bucket.index not in self.in_memory:
+            self.fail(node, f"updates bucket {bucket.index} without its optimizer state in memory")
         if not bucket.sharded:
             if bucket.index in self.maybe_in_flight:
                 self.fail(node, f"updates bucket {bucket.index} while its gather may be in flight")
@@ -252,6 +257,37 @@ class _Checker:
         for bucket in self.layout.reduce_order:
             self.forbid_values(bucket)
         self.updated_whole = True
+
+    # ---- optimizer state in the next tier ----
+
+    def on_reload(self, node: fx.Node) -> None:
+        bucket = self.bucket(node).index
+        if bucket not in self.layout.offloaded:
+            self.fail(node, f"reloads bucket {bucket}, which is not offloaded")
+        if bucket in self.reloading or bucket in self.in_memory or bucket in self.offloaded:
+            self.fail(node, f"reloads bucket {bucket} twice")
+        if not self.step.updates:
+            self.fail(node, "reloads optimizer state in a program that does not end a step")
+        self.reloading.add(bucket)
+        used = self.reloading | self.in_memory
+        if len(used) > self.layout.offload_window:
+            self.fail(node, f"has buckets {sorted(used)} in memory; the window is {self.layout.offload_window}")
+
+    def on_await_reload(self, node: fx.Node) -> None:
+        bucket = self.bucket(node).index
+        if bucket not in self.reloading:
+            self.fail(node, f"waits for bucket {bucket}, which is not being reloaded")
+        self.reloading.discard(bucket)
+        self.in_memory.add(bucket)
+
+    def on_offload(self, node: fx.Node) -> None:
+        bucket = self.bucket(node).index
+        if bucket not in self.in_memory:
+            self.fail(node, f"offloads bucket {bucket}, which is not in memory")
+        if bucket not in self.updated:
+            self.fail(node, f"offloads bucket {bucket} before its update")
+        self.in_memory.discard(bucket)
+        self.offloaded.append(bucket)
 
     # ---- the rest ----
 
@@ -269,7 +305,8 @@ class _Checker:
         self.rewound = False
 
     def on_write_buffers(self, node: fx.Node) -> None:
-        pass
+        if self.step.updates and not self.reach_known:
+            self.fail(node, "writes buffers before it is known whether all ranks have a loss")
 
     def at_end(self) -> None:
         layout, step = self.layout, self.step
@@ -294,6 +331,12 @@ class _Checker:
         resident = {b.index for b in layout.buckets if b.scatter and not b.sharded and b.trained}
         if step.updates and not step.whole_update and after != resident:
             self.problems.append(f"after the step buckets {sorted(after)} are being gathered, of {sorted(resident)}")
+        if self.reloading or self.in_memory:
+            left = sorted(self.reloading | self.in_memory)
+            self.problems.append(f"the optimizer state of buckets {left} is left in memory")
+        out = list(layout.offloaded) if step.updates else []
+        if sorted(self.offloaded) != out:
+            self.problems.append(f"the optimizer state of buckets {sorted(self.offloaded)} is offloaded, not of {out}")
         if self.rewound:
             self.problems.append("the generator is left rewound")
 

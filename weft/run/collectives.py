@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from weft._torch import all_gather, default_store, reduce_scatter
 from weft.errors import PeerError, SequenceError
+from weft.run.threads import calm_gloo
 
 # Set when a wait on another rank has failed: what still waits for others, in other threads, does so in vain.
 peers_lost = threading.Event()
@@ -187,6 +188,7 @@ def _own_groups(group: dist.ProcessGroup, timeout: timedelta) -> tuple[dist.Proc
         for backend in (None, None, "gloo")
     )
     _groups.append((group, timeout, made))
+    calm_gloo()
     return made
 
 

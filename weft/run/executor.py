@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from weft.graph import StepGraph
 from weft.passes.lifetimes import GATHERED, buffer_dtype, buffer_numel, placement, received_numel
 from weft.run.collectives import Local, Pending
 from weft.state.arena import Arena
+from weft.state.fragments import Fragment, Fragments
 from weft.state.layout import Bucket, Layout
 from weft.state.optimizer import group_options
 from weft.state.shards import BucketState
@@ -66,10 +68,12 @@ class Executor:
         parameter_count: int,
         buffers: Callable[[], Sequence[torch.Tensor]],
         random_state: torch.Tensor,
+        fragments: Fragments | None = None,
     ) -> None:
         self.layout, self.states, self.collectives, self.device = layout, states, collectives, device
         self.groups, self.accumulate, self.clip_norm = groups, accumulate, clip_norm
         self.buffers = buffers
+        self.fragments = fragments  # optimizer state in the next tier of memory
         self.arena = Arena(device)
         self.random_state = random_state
         self.poison = False  # fill released memory with NaN: a test's way to see a late reader
@@ -97,6 +101,7 @@ class Executor:
         self.random_positions: dict[int, torch.Tensor] = {}
         self.random_resume: torch.Tensor | None = None
         self.whole_update_due = False
+        self.waited = 0.0  # seconds of this step in which the program waited for others
 
     # ---- a step ----
 
@@ -106,6 +111,7 @@ class Executor:
         self.reach_flags = torch.tensor([*reached, *[False] * self.collectives.world], dtype=torch.uint8)
         self.reached, self.without_loss = frozenset(), ()
         self.coefficient = None
+        self.waited = 0.0
         self.random_before = self.random_state
 
     def __call__(self, program: Program, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -140,10 +146,17 @@ class Executor:
             self._write_buffers(list(self.buffers_before), list(self.buffers_before.values()))
         self.buffers_before.clear()
 
+    def _wait(self, pending: Pending, what: str) -> None:
+        start = perf_counter()
+        self.collectives.wait(pending, what)
+        self.waited += perf_counter() - start
+
     def drain(self) -> None:
-        """Wait for every gather in flight."""
+        """Wait for every gather in flight, and for optimizer state on its way out."""
         for index in list(self.gathers):
             self._finish_gather(index)
+        if self.fragments is not None:
+            self.fragments.drain()
 
     # ---- gathers ----
 
@@ -169,7 +182,7 @@ class Executor:
     def _finish_gather(self, bucket: int) -> None:
         pending = self.gathers.pop(bucket, None)
         if pending is not None:
-            self.collectives.wait(pending, f"the gather of {self.layout.buckets[bucket].describe()}")
+            self._wait(pending, f"the gather of {self.layout.buckets[bucket].describe()}")
 
     def await_gather(self, bucket: int) -> Sequence[torch.Tensor]:
         self._finish_gather(bucket)
@@ -243,7 +256,7 @@ class Executor:
         pending = self.reductions.pop(bucket, None)
         if pending is None:
             return  # dormant, and no rank reached it
-        self.collectives.wait(pending, f"the reduction of {entry.describe()}")
+        self._wait(pending, f"the reduction of {entry.describe()}")
         result = self._staged(bucket)
         if entry.scatter:
             received = self.dormant_received.get(bucket, self.program.buffers.get("received", {}).get(bucket))
@@ -277,23 +290,26 @@ class Executor:
 
     def await_reach(self) -> None:
         assert self.reach_pending is not None
-        self.collectives.wait(self.reach_pending, "the agreement on which parameters were reached")
+        self._wait(self.reach_pending, "the agreement on which parameters were reached")
         found = torch.nonzero(self.reach_flags).flatten().tolist()
         self.reached = frozenset(index for index in found if index < self.parameter_count)
         self.without_loss = tuple(index - self.parameter_count for index in found if index >= self.parameter_count)
 
     def norm(self) -> None:
         squares = torch.zeros(self.parameter_count, dtype=torch.float64, device=self.device)
+        # Slices of one parameter lie on several ranks; where the update is replicated every rank has all of it, and
+        # rank 0 counts it.
+        scattered = any(self.layout.buckets[bucket].scatter for bucket in self.gradients)
         for bucket, gradient in self.gradients.items():
             entry, own = self.layout.buckets[bucket], self.states[bucket].own
+            if scattered and not entry.scatter and self.collectives.rank:
+                continue
             for slot in entry.slots:
                 start, stop = max(slot.offset, own.start), min(slot.end, own.stop)
                 if start < stop and slot.parameter in self.reached:
                     piece = gradient[start - own.start : stop - own.start]
                     dtype = torch.float32 if piece.element_size() < 4 else None
                     squares[slot.parameter] = torch.linalg.vector_norm(piece, dtype=dtype).double().square()
-        # Slices of one parameter lie on several ranks; where the update is replicated every rank has all of it.
-        scattered = any(self.layout.buckets[bucket].scatter for bucket in self.gradients)
         self.rows = self.collectives.start_rows(squares) if scattered else None
         self.grad_norm = squares
 
@@ -303,7 +319,7 @@ class Executor:
         squares = self.grad_norm
         if self.rows is not None:
             rows, pending = self.rows
-            self.collectives.wait(pending, "the gradient norm")
+            self._wait(pending, "the gradient norm")
             squares = rows[0].clone()
             for row in rows[1:]:
                 squares += row
@@ -322,6 +338,22 @@ class Executor:
         assert entry.group is not None
         state.optimizer.step(gradient.to(entry.master), self.reached, group_options(self.groups(entry.group)))
         state.refresh()
+        if state.fragment is not None:
+            state.fragment.changed = True
+
+    def reload(self, bucket: int) -> None:
+        self._fragment(bucket).reload()
+
+    def await_reload(self, bucket: int) -> None:
+        self._fragment(bucket).await_reload()
+
+    def offload(self, bucket: int) -> None:
+        self._fragment(bucket).offload()
+
+    def _fragment(self, bucket: int) -> Fragment:
+        fragment = self.states[bucket].fragment
+        assert fragment is not None
+        return fragment
 
     def update_whole(self) -> None:
         """The update itself is the caller's: it may need the loss, or to run the step again."""

@@ -94,6 +94,11 @@ class KnownTraces:
             self._exact.popitem(last=False)
         return known
 
+    def forget_programs(self) -> None:
+        """They were built by a plan that holds no longer; the traces stay."""
+        for known in (*self._exact.values(), *(k for family in self._families.values() for k in family.open)):
+            known.programs.clear()
+
     def _family(self, structure: Structure, version: int, tensors: Sequence[torch.Tensor]) -> _Family:
         key = (structure, version)
         if key not in self._families:
