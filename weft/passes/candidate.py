@@ -59,13 +59,13 @@ class Problem:
         costs = replace(self.costs, tier=self.tier(), state_elements=self.state_elements)
         return replace(self, costs=costs)
 
-    def layout(self, mode: str, bucket_bytes: int | None = None) -> Layout:
+    def layout(self, mode: str) -> Layout:
         plain = make_layout(
             self.parameters,
             self.trace,
             mode=mode,
             world=self.world,
-            bucket_bytes=self.bucket_bytes if bucket_bytes is None else bucket_bytes,
+            bucket_bytes=self.bucket_bytes,
         )
         plain = choose_fragments(plain, self.options, self.device, elementwise=not self.whole_update)
         return self.ordered(plain)

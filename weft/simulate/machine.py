@@ -69,9 +69,6 @@ class Machine:
             self.spans.append(Span("wait", message.name, start, self.now))
         return self.now - start
 
-    def idle(self, channel: str) -> bool:
-        return not self.queues.get(channel)
-
     def backlog(self) -> float:
         """Seconds of service that all channels have before them."""
         return sum(message.left for queue in self.queues.values() for message in queue)
